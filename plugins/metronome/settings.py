@@ -1,0 +1,148 @@
+"""The keys of the ``metronome:`` block: four selectors, and options under the selected plug-ins' own names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from metronome.errors import ConfigurationError, nearest
+
+SELECTORS = {
+    "rollout_source": "rollout_source",
+    "loss": "policy_loss",
+    "attention": "attention",
+    "group_controller": "group_controller",
+}
+"""Selector key -> hook."""
+
+OptionsT = TypeVar("OptionsT", bound=BaseModel)
+
+
+class Options(BaseModel):
+    """Base of a plug-in's options: frozen, unknown keys rejected."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+
+
+class Settings(Options):
+    """The parsed ``metronome:`` block.
+
+    Attributes:
+        rollout_source, loss, attention, group_controller: a plug-in's name each.
+        options: plug-in name -> its options, not yet validated (each plug-in validates its own).
+    """
+
+    rollout_source: str = "synchronous"
+    loss: str = "ppo"
+    attention: str = "host"
+    group_controller: str = "fixed"
+    options: Mapping[str, Mapping[str, Any]] = {}
+
+    def options_of(self, name: str) -> Mapping[str, Any]:
+        """The options written under the plug-in's name, empty if there are none."""
+        return self.options.get(name, {})
+
+
+def parse_settings(
+    block: Mapping[str, Any] | None,
+    offered: Iterable[str],
+    *,
+    where: str = "metronome",
+    allow_unselected: bool = False,
+) -> Settings:
+    """The settings in ``block``.
+
+    Args:
+        block: the mapping under ``metronome:``; None means all defaults.
+        offered: every name that a loaded plug-in offers.
+        where: the place shown in errors.
+        allow_unselected: keep options of plug-ins that aren't selected (``metronome compare``).
+
+    Raises ConfigurationError for a wrong type, an unknown key, or options of a plug-in that isn't selected.
+    """
+    if block is None:
+        block = {}
+    if not isinstance(block, Mapping):
+        raise ConfigurationError(
+            "the metronome block must be a mapping", found=block, where=where, remedy="metronome: {loss: ppo}"
+        )
+    offered = set(offered)
+    chosen: dict[str, str] = {}
+    options: dict[str, Mapping[str, Any]] = {}
+    for key, value in block.items():
+        place = f"{where}.{key}"
+        if key in SELECTORS:
+            if not isinstance(value, str):
+                raise ConfigurationError(
+                    f"{key} must be a plug-in's name", found=value, where=place, remedy=f"{key}: NAME"
+                )
+            chosen[key] = value
+        elif key in offered:
+            if not isinstance(value, Mapping):
+                raise ConfigurationError(
+                    "a plug-in's options must be a mapping",
+                    found=value,
+                    where=place,
+                    remedy=f"{key}: {{option: value}}",
+                )
+            options[key] = dict(value)
+        else:
+            raise ConfigurationError(
+                "unknown key", found=key, where=where, remedy=nearest(str(key), {*SELECTORS, *offered})
+            )
+    settings = Settings(**chosen, options=options)
+    selected = {getattr(settings, key) for key in SELECTORS}
+    for name in options:
+        if name not in selected and not allow_unselected:
+            raise ConfigurationError(
+                "options of a plug-in that isn't selected",
+                found=name,
+                where=f"{where}.{name}",
+                remedy=f"select {name!r} with one of {', '.join(SELECTORS)}, or remove its options",
+            )
+    return settings
+
+
+def parse_options(model: type[OptionsT], values: Mapping[str, Any], where: str) -> OptionsT:
+    """``values`` as ``model``; raises ConfigurationError that names the first wrong key and what to set."""
+    try:
+        return model(**values)
+    except ValidationError as error:
+        raise configuration_error(error, model, where) from None
+    except TypeError:
+        raise ConfigurationError(
+            "option names must be strings", found=list(values), where=where, remedy="name: value"
+        ) from None
+
+
+def configuration_error(error: ValidationError, model: type[BaseModel], where: str) -> ConfigurationError:
+    """The first of pydantic's complaints as one line."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    place = ".".join([where, *path])
+    if first["type"] == "extra_forbidden":
+        return ConfigurationError(
+            "unknown key",
+            found=path[-1],
+            where=".".join([where, *path[:-1]]),
+            remedy=nearest(path[-1], _fields_at(model, path[:-1])),
+        )
+    if first["type"] == "missing":
+        return ConfigurationError("a required key is missing", where=place, remedy=f"set {path[-1]}")
+    message = first["msg"].removeprefix("Value error, ")
+    found = first["input"]
+    if isinstance(found, Mapping) and not path:  # a validator over the whole block
+        found = None
+    return ConfigurationError("invalid value", found=found, where=place, remedy=message)
+
+
+def _fields_at(model: type[BaseModel], path: list[str]) -> set[str]:
+    for part in path:
+        field = model.model_fields.get(part)
+        inner = field.annotation if field else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return set()
+        model = inner
+    return set(model.model_fields)
