@@ -1,0 +1,67 @@
+# Each target makes the environment that it needs from the exact files in requirements/.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+
+CORE_PYTHONS := 3.10 3.11 3.12 3.13
+LOCAL_PYTHON := 3.11
+LOCAL := .venv-local
+ENVIRONMENT := requirements/environment.sh
+LOCAL_PARTS := requirements/local.txt requirements/local-nodeps.txt .
+TEST_PARTS := $(LOCAL_PARTS) requirements/dev.txt tests/thirdparty
+
+DEMO := $(LOCAL)/bin/metronome run recipes/local/demo.yaml
+# Each benchmark writes its committed JSON beside it.
+BENCHMARKS := $(sort $(wildcard benchmarks/bench_*.py))
+
+# Nothing is fetched from a model hub: the model comes from a package.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help demo test check bench core local-environment test-environment
+
+help:
+	@echo "make demo    train a small model with all four techniques on (Python $(LOCAL_PYTHON), pip)"
+	@echo "make test    core tests on every installed Python, then all tests"
+	@echo "make check   lint, types, import rules, unit and contract tests"
+	@echo "make core    core unit tests on every installed Python ($(CORE_PYTHONS))"
+	@echo "make bench   the benchmarks with a committed JSON"
+
+local-environment:
+	@$(ENVIRONMENT) make $(LOCAL) $(LOCAL_PYTHON) $(LOCAL_PARTS)
+
+test-environment:
+	@$(ENVIRONMENT) make $(LOCAL) $(LOCAL_PYTHON) $(TEST_PARTS)
+
+demo: local-environment
+	$(DEMO)
+
+check: test-environment
+	$(LOCAL)/bin/ruff check .
+	$(LOCAL)/bin/ruff format --check .
+	$(LOCAL)/bin/mypy
+	$(LOCAL)/bin/lint-imports
+	$(LOCAL)/bin/pytest tests/unit tests/contract --cov=metronome --cov-report=term:skip-covered
+
+test: core test-environment
+	$(LOCAL)/bin/pytest tests --cov=metronome --cov=metronome_local --cov-report=term:skip-covered
+
+core:
+	@tested=0; failed=""; \
+	for version in $(CORE_PYTHONS); do \
+	  if ! $(ENVIRONMENT) python $$version >/dev/null; then \
+	    echo "python$$version isn't installed: skipped"; continue; \
+	  fi; \
+	  $(ENVIRONMENT) make .venv-core-$$version $$version requirements/core.txt .; \
+	  echo "core unit tests on Python $$version"; \
+	  .venv-core-$$version/bin/pytest tests/unit || failed="$$failed $$version"; \
+	  tested=$$((tested + 1)); \
+	done; \
+	if [ $$tested = 0 ]; then echo "none of Python $(CORE_PYTHONS) is installed" >&2; exit 1; fi; \
+	if [ -n "$$failed" ]; then echo "core unit tests failed on Python$$failed" >&2; exit 1; fi
+
+bench: local-environment
+	@for benchmark in $(BENCHMARKS); do \
+	  echo "$$benchmark"; $(LOCAL)/bin/python $$benchmark; \
+	done

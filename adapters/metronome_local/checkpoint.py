@@ -1,0 +1,114 @@
+"""Checkpoints: everything that the next period depends on, written so that a kill leaves the last one whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from metronome.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from metronome_local.trainer import Parts
+
+_FOLDER = "checkpoints"
+_FREE = {"periods"}  # training keys that a resumed run may change
+
+
+class Checkpoints:
+    """The checkpoints of one run folder; keeps the newest ``keep``."""
+
+    def __init__(self, run_folder: Path, keep: int) -> None:
+        self.run_folder, self._keep = run_folder, keep
+
+    def save(self, state: dict[str, Any], parts: Parts) -> Path:
+        """Writes state, trained weights, optimiser and schedule; returns the checkpoint's folder."""
+        folder = self.run_folder / _FOLDER / f"{state['period']:06d}"
+        building = folder.with_suffix(".writing")
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+        trained = {name: p.detach() for name, p in parts.model.named_parameters() if p.requires_grad}
+        torch.save(
+            {
+                "weights": trained,
+                "optimiser": parts.optimiser.state_dict(),
+                "scheduler": parts.scheduler.state_dict(),
+            },
+            building / "trainer.pt",
+        )
+        (building / "state.json").write_text(json.dumps(state))
+        shutil.rmtree(folder, ignore_errors=True)
+        building.rename(folder)
+        for old in _complete(self.run_folder)[: -self._keep]:
+            shutil.rmtree(old)
+        return folder
+
+
+def load_state(run_folder: Path) -> dict[str, Any]:
+    """The newest complete checkpoint's state; raises ConfigurationError if there is none or it can't be read."""
+    if not run_folder.is_dir():
+        raise ConfigurationError(
+            "no such run folder", found=str(run_folder), where="--resume", remedy="a run's folder"
+        )
+    found = _complete(run_folder)
+    if not found:
+        raise ConfigurationError(
+            "the run folder holds no checkpoint",
+            found=str(run_folder),
+            where="--resume",
+            remedy="checkpoints.every",
+        )
+    try:
+        state: dict[str, Any] = json.loads((found[-1] / "state.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigurationError(
+            f"the checkpoint can't be read: {error}",
+            found=str(found[-1]),
+            where="--resume",
+            remedy="remove its folder",
+        ) from error
+    return state | {"folder": str(found[-1])}
+
+
+def load_tensors(state: dict[str, Any], model: Any, optimiser: torch.optim.Optimizer, scheduler: Any) -> None:
+    """Loads weights, optimiser and schedule; raises ConfigurationError if they don't fit the recipe's model."""
+    path = Path(state["folder"]) / "trainer.pt"
+    try:
+        tensors = torch.load(path, weights_only=True)
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if set(parameters) != set(tensors["weights"]):
+            raise ValueError("other trained parameters")
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(tensors["weights"][name])
+        optimiser.load_state_dict(tensors["optimiser"])
+        scheduler.load_state_dict(tensors["scheduler"])
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
+        raise ConfigurationError(
+            f"the checkpoint doesn't fit: {error}",
+            found=str(path),
+            where="--resume",
+            remedy="resume with its own recipe",
+        ) from error
+
+
+def check_recipe(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raises ConfigurationError for a key that a resumed run may not change."""
+    for section in ("model", "task", "sampling", "training", "metronome"):
+        before, after = old.get(section, {}), new.get(section, {})
+        for key in sorted({*before, *after}):
+            free = section == "training" and key in _FREE
+            if before.get(key) != after.get(key) and not free:
+                raise ConfigurationError(
+                    f"a resumed run can't change {section}.{key}",
+                    found=after.get(key),
+                    where="the recipe",
+                    remedy=f"{section}.{key}: {before.get(key)!r}, or start a new run",
+                )
+
+
+def _complete(run_folder: Path) -> list[Path]:
+    return sorted(path for path in (run_folder / _FOLDER).glob("*") if path.is_dir() and path.suffix == "")

@@ -1,0 +1,414 @@
+"""The training loop: periods of groups, one policy each, an optimiser step, a publication."""
+
+from __future__ import annotations
+
+import signal
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from metronome.contracts import AttentionBackend, GroupStats, StepStats
+from metronome.errors import ConfigurationError, EqualityViolated, MetronomeError, WaitTimeout
+from metronome.periodic.stream import GroupStream, PeriodReport, Ticket
+from metronome.plugins import Selection
+from metronome_local.checkpoint import Checkpoints
+from metronome_local.gradient import Gradient, TrainGroup
+from metronome_local.pool import RolloutPool
+from metronome_local.progress import Progress
+from metronome_local.recipe import Recipe
+from metronome_local.record import PeriodClock, period_record, trained_record
+from metronome_local.rollouts import Group, Prompt
+from metronome_local.scoring import Scorer, advantages, degenerate
+from metronome_local.tasks import Task
+from metronome_local.weights import SharedWeights
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGINT arrived where a period can be given up without loss."""
+
+
+@dataclass
+class Parts:
+    """What ``host.build`` puts together for a trainer."""
+
+    recipe: Recipe
+    selection: Selection
+    audit_attention: AttentionBackend
+    model: Any
+    optimiser: torch.optim.Optimizer
+    scheduler: Any
+    gradient: Gradient
+    weights: SharedWeights
+    pool: RolloutPool
+    task: Task
+    scorer: Scorer
+    progress: Progress
+    checkpoints: Checkpoints
+
+
+@dataclass
+class Period:
+    """What one period gathers: every generated group, what is trained, and the times."""
+
+    version: int
+    prompts: int
+    size: int
+    first_index: int
+    clock: PeriodClock
+    generated: list[Group] = field(default_factory=list)
+    trained: list[TrainGroup] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Trainer:
+    """Runs a recipe period by period; the state of a run lives here, its decisions in the plug-ins."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts, self.recipe, self.training = parts, parts.recipe, parts.recipe.training
+        self.source = parts.selection.rollout_source
+        self.controller = parts.selection.group_controller
+        self.period = self.version = 0
+        self.history: list[dict[str, Any]] = []
+        self.accuracies: list[tuple[int, float]] = []
+        self.interrupted = False
+        self._uninterruptible = False
+        self._alive = False
+        self._reward_threads = ThreadPoolExecutor(1, thread_name_prefix="metronome-reward")
+        self.stream: GroupStream[Prompt, Group] = GroupStream(
+            self.source,
+            self._prompt_at,
+            self._generate,
+            lambda group: group.versions(),
+            timeout=parts.recipe.machine.timeout,
+            describe=parts.pool.describe,
+        )
+
+    # --- the run --------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Trains until ``training.periods``; SIGINT ends it with a checkpoint of the last whole period."""
+        before = signal.signal(signal.SIGINT, self._on_sigint)
+        try:
+            self._publish()
+            self._remember()
+            if self.period == 0:
+                self._evaluate()
+            while self.period < self.training.periods and not self.interrupted:
+                self.run_period()
+        except Interrupted:
+            self.parts.progress.say(
+                "interrupted: the period in progress is given up, its prompts stay pending"
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
+        folder = self.parts.checkpoints.save(self._boundary, self.parts)
+        if self.interrupted:
+            self.parts.progress.say(f"checkpoint {folder}; continue with --resume {folder.parent.parent}")
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Takes over a checkpoint's state; weights and optimiser are already loaded."""
+        self.period, self.version = state["period"], state["version"]
+        self.stream.load_state_dict(state["stream"])
+        self.controller.load_state_dict(state["controller"])
+        torch.set_rng_state(torch.tensor(state["random"], dtype=torch.uint8))
+        self.accuracies = [tuple(pair) for pair in state["accuracies"]]
+
+    def close(self) -> None:
+        """Ends the stream, the workers and the reward thread."""
+        self.stream.close()
+        self.parts.pool.close()
+        self._reward_threads.shutdown(wait=False, cancel_futures=True)
+
+    def run_period(self) -> None:
+        """One period: groups as the source releases them, one step (or several), one publication, one record."""
+        period = self._open()
+        self._train(period)
+        report = self.stream.close_period()
+        period.clock.mark("trained")
+        self._audit(period)
+        self._uninterruptible = True
+        if self._one_step:
+            period.metrics |= self._step()
+        period.clock.mark("stepped")
+        self.period += 1
+        self.version += 1
+        self._publish()
+        period.clock.mark("published")
+        control = self.controller.observe(self._stats(period, report))
+        self._record(period, report, dict(control))
+        self._remember()
+        self._uninterruptible = False
+        every = self.recipe.evaluation.every
+        if every and (self.period % every == 0 or self.period == self.training.periods):
+            self._evaluate()
+        if self.recipe.checkpoints.every and self.period % self.recipe.checkpoints.every == 0:
+            self.parts.checkpoints.save(self._boundary, self.parts)
+
+    # --- one period -----------------------------------------------------------------------------
+
+    def _open(self) -> Period:
+        size = self.controller.size()
+        budget = self.training.prompts * self.controller.largest()
+        prompts = self.controller.prompts(budget, self.training.mini_batches)
+        first_index = self.stream.state_dict()["next_index"]
+        period = Period(self.version, prompts, size, first_index, PeriodClock(self.parts.gradient))
+        self.stream.open_period(self.version, prompts)
+        self.parts.progress.phase(self.period, "trainer waits for groups")
+        return period
+
+    def _train(self, period: Period) -> None:
+        gradient = self.parts.gradient
+        if self._one_step:
+            gradient.begin(period.prompts * period.size)
+        for arrival in self.stream.arrivals():
+            started = time.monotonic()
+            group = arrival.group
+            period.generated.append(group)
+            if self._filtered(group, period):
+                self.stream.filter(arrival)
+                continue
+            values = advantages(group.rewards, self.training.advantage or "group-std")
+            one = TrainGroup(arrival.ticket.index, group.rollouts, values)
+            period.trained.append(one)
+            if self._one_step:
+                self.parts.progress.phase(self.period, f"trainer trains prompt {one.index}")
+                gradient.add([one], period.version)
+                self.parts.progress.phase(self.period, "trainer waits for groups")
+            period.clock.work.append(time.monotonic() - started)
+        if self._one_step:
+            period.metrics = gradient.finish()
+        else:
+            self._uninterruptible = True
+            period.metrics = self._several_steps(period)
+
+    def _several_steps(self, period: Period) -> dict[str, float]:
+        """Mini-batches by prompt index, and epochs; the last step's loss metrics with means of the norms."""
+        gradient, training = self.parts.gradient, self.training
+        groups = sorted(period.trained, key=lambda group: group.index)
+        if gradient.loss.needs_proximal_forward:
+            for group in groups:  # of the policy that opens the period, before its first step
+                group.proximal = gradient.forward_only([group])
+        parts = [
+            groups[len(groups) * j // training.mini_batches : len(groups) * (j + 1) // training.mini_batches]
+            for j in range(training.mini_batches)
+        ] * training.epochs
+        metrics: dict[str, float] = {}
+        for number, part in enumerate(part for part in parts if part):
+            gradient.begin(len(part) * period.size)
+            for group in part:
+                gradient.add([group], period.version, number / len(parts))
+            metrics = gradient.finish() | self._step()
+        return metrics
+
+    @property
+    def _one_step(self) -> bool:
+        return self.training.mini_batches * self.training.epochs == 1
+
+    def _filtered(self, group: Group, period: Period) -> bool:
+        """Dynamic sampling: a group without differences is replaced, decided by its rewards and index alone.
+
+        Beyond ``refill_limit`` batches of prompts nothing is filtered any more, so that a period ends even when
+        the task is solved or hopeless.
+        """
+        last = period.first_index + self.training.refill_limit * period.prompts
+        return (
+            bool(self.training.dynamic_sampling) and degenerate(group.rewards) and group.prompt.index < last
+        )
+
+    def _step(self) -> dict[str, float]:
+        parts = self.parts
+        self.parts.progress.phase(self.period, "optimiser step")
+        norm = float(torch.nn.utils.clip_grad_norm_(parts.gradient.parameters, self.training.max_grad_norm))
+        if not norm < float("inf"):
+            raise MetronomeError(
+                "the gradient isn't finite, no step was made",
+                found=norm,
+                where=f"period {self.period}",
+                remedy="lower training.lr, or look at the rewards and log-probs of this period in groups.jsonl",
+            )
+        if norm > 0.0:
+            parts.optimiser.step()
+        parts.scheduler.step()
+        self._moved = norm > 0.0 and parts.scheduler.get_last_lr()[0] > 0.0
+        return {"grad_norm": norm}
+
+    _moved = False
+
+    def _publish(self) -> None:
+        parts = self.parts
+        parts.progress.phase(self.period, f"publishes version {self.version}")
+        before = parts.pool.fingerprint
+        after = parts.pool.publish(
+            self.version, lambda: parts.weights.write(parts.model), self.training.in_flight
+        )
+        if self._moved and before == after:
+            raise EqualityViolated(
+                f"version {self.version} was published with the weights of the version before",
+                found=f"fingerprint {after}",
+                where="publication",
+                remedy="report this: an optimiser step didn't reach the shared buffer",
+            )
+        self._moved = False
+
+    def _audit(self, period: Period) -> None:
+        """Recomputes the period's gradient in index order with the reference backend, and compares."""
+        every = getattr(self.source, "audit_every", 0)
+        if not every or self.period % every or not self._one_step:
+            return
+        gradient = self.parts.gradient
+        streamed = [p.grad for p in gradient.parameters]
+        with gradient.log_probs.backend(self.parts.audit_attention):
+            gradient.begin(period.prompts * period.size)
+            for group in sorted(period.trained, key=lambda one: one.index):
+                gradient.add([group], period.version)
+            gradient.finish()
+        difference = size = 0.0
+        for parameter, ours in zip(gradient.parameters, streamed, strict=True):
+            theirs = parameter.grad
+            if ours is not None and theirs is not None:
+                difference += float((ours - theirs).double().square().sum())
+                size += float(theirs.double().square().sum())
+            parameter.grad = ours
+        relative = (difference / size) ** 0.5 if size else 0.0
+        tolerance = self.source.audit_tolerance  # type: ignore[attr-defined]
+        period.metrics["audit_difference"] = relative
+        if not relative <= tolerance:
+            raise EqualityViolated(
+                f"the audit of period {self.period} found another gradient than the streamed one",
+                found=f"relative difference {relative:.2e}, tolerance {tolerance:.0e}",
+                where="metronome.periodic.audit_every",
+                remedy="attention: host tells whether the attention backend is at fault; please report it",
+            )
+
+    # --- rollouts -------------------------------------------------------------------------------
+
+    def _prompt_at(self, index: int) -> Prompt:
+        prompt = self.parts.task.prompt(index)
+        limit = self.recipe.sampling.max_prompt_tokens
+        if len(prompt.ids) > limit:
+            raise ConfigurationError(
+                f"prompt {index} has more tokens than the limit",
+                found=len(prompt.ids),
+                where="sampling.max_prompt_tokens",
+                remedy=f"raise the limit of {limit}, or shorten the prompt",
+            )
+        return prompt
+
+    def _generate(self, ticket: Ticket[Prompt]) -> Future[Group]:
+        return self._scored(self.parts.pool.generate(ticket.prompt, self.controller.size()))
+
+    def _scored(self, generated: Future[Group]) -> Future[Group]:
+        """Scores in a thread of its own, so that a slow reward function doesn't hold up the training."""
+        scored: Future[Group] = Future()
+
+        def score() -> None:
+            try:
+                scored.set_result(self.parts.scorer.score(generated.result()))
+            except BaseException as error:
+                scored.set_exception(error)
+
+        def done(_: Future[Group]) -> None:
+            if generated.cancelled():
+                scored.cancel()
+            else:
+                self._reward_threads.submit(score)
+
+        generated.add_done_callback(done)
+        return scored
+
+    def _evaluate(self) -> None:
+        if not self.recipe.evaluation.every:
+            return
+        self.parts.progress.phase(self.period, "evaluates")
+        prompts = self.parts.task.held_out()[: self.recipe.evaluation.max_prompts]
+        if not prompts:
+            return
+        futures = [self._scored(self.parts.pool.generate(prompt, 1, greedy=True)) for prompt in prompts]
+        done, late = wait_for(futures, timeout=self.recipe.machine.timeout)
+        if late:
+            raise WaitTimeout(
+                f"waited {self.recipe.machine.timeout:g} s for {len(late)} of {len(futures)} held-out answers",
+                found=self.parts.pool.describe(),
+                where="evaluation",
+                remedy="raise machine.timeout, or lower evaluation.max_prompts",
+            )
+        groups = [future.result() for future in futures]
+        accuracy = sum(self.parts.task.accuracy(group.prompt, group.texts[0]) for group in groups) / len(
+            groups
+        )
+        self.accuracies.append((self.period, accuracy))
+        self.parts.progress.evaluation(self.period, accuracy, len(groups))
+        self._remember()
+
+    # --- records and state ----------------------------------------------------------------------
+
+    def _stats(self, period: Period, report: PeriodReport) -> StepStats:
+        groups = [
+            GroupStats(
+                size=group.size,
+                lengths=group.lengths(),
+                truncated=[rows[-1].truncated for rows in group.rollouts],
+                rewards=group.rewards,
+                start=group.start,
+                end=group.end,
+            )
+            for group in period.generated
+        ]
+        return StepStats(self.period, groups, min(1.0, report.waits / max(1e-9, period.clock.seconds)))
+
+    def _record(self, period: Period, report: PeriodReport, control: dict[str, float]) -> None:
+        record = period_record(period, report, control, self.parts, self.period)
+        self._prove_life(record)
+        self.history.append(record)
+        chosen = set(report.indices)
+        trained = [
+            trained_record(group, self.period, period.version)
+            for group in period.generated
+            if group.prompt.index in chosen
+        ]
+        self.parts.progress.period(record, trained, self.controller.explain())
+
+    def _prove_life(self, record: dict[str, Any]) -> None:
+        """Stops the run if a selected hook did nothing in the first period that had something to train."""
+        if self._alive or record["degenerate"] == 1.0:
+            return
+        sharing = self.parts.selection.attention.shares_prompt
+        idle = [
+            name
+            for name, count in (
+                ("loss", record["calls/policy_loss"]),
+                ("attention", record["calls/attention"] if sharing else 1),
+                ("rollout_source", record["calls/rollout_source"]),
+            )
+            if not count
+        ]
+        if idle:
+            raise MetronomeError(
+                "a selected plug-in wasn't called in the first period",
+                found=idle,
+                where="proof of life",
+                remedy="report this with the recipe; the flag would have had no effect",
+            )
+        self._alive = True
+
+    def _remember(self) -> None:
+        """The state between two periods: what a checkpoint holds besides weights and optimiser."""
+        self._boundary = {
+            "period": self.period,
+            "version": self.version,
+            "stream": self.stream.state_dict(),
+            "controller": self.controller.state_dict(),
+            "random": torch.get_rng_state().tolist(),
+            "accuracies": self.accuracies,
+        }
+
+    def _on_sigint(self, _signal: int, _frame: Any) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt
+        self.interrupted = True
+        if not self._uninterruptible:
+            raise Interrupted

@@ -1,0 +1,216 @@
+"""Shared-prompt rows for any Hugging Face decoder that uses transformers' attention interface."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metronome.contracts import AttentionBackend
+from metronome.errors import ConfigurationError
+from metronome.shared_prompt.interface import NAME, SharedPromptCall, Signature, placeholder_mask, register
+from metronome.shared_prompt.logits import head_of, response_log_probs
+from metronome.shared_prompt.options import SharedPromptOptions
+from metronome.shared_prompt.plan import SharedPromptPlan
+from metronome.shared_prompt.refusals import refusal
+from metronome.shared_prompt.selfcheck import check_attention, check_log_probs
+
+_CHECKED_TOKENS = 512  # response tokens of one row whose logits the self-check holds at once
+
+
+def attach(
+    model: torch.nn.Module, backend: AttentionBackend, options: SharedPromptOptions | None = None
+) -> SharedPromptModel:
+    """Sets ``model``'s attention to ``backend`` for shared rows; rows without a layout still go through sdpa.
+
+    Args:
+        model: a causal language model of transformers, or peft's wrapper around one.
+        backend: what computes attention; its ``options``, if it has any, are the default of the next
+        argument.
+        options: whether and how closely the first use is checked.
+
+    Raises ConfigurationError, with the reason, for models that shared rows can't serve (``refusals.py``) and
+    for a backend that doesn't share prompts.
+    """
+    if not backend.shares_prompt:
+        raise ConfigurationError(
+            f"attention backend {backend.name!r} doesn't share prompts",
+            where="metronome.attention",
+            remedy="attention: shared_prompt",
+        )
+    unwrap = getattr(model, "get_base_model", None)
+    base: Any = model if unwrap is None else unwrap()
+    config = base.config.get_text_config(decoder=True)
+    refused = refusal(model, base, config)
+    if refused is not None:
+        raise _refused(base, *refused)
+    return SharedPromptModel(base, config, backend, options or getattr(backend, "options", None))
+
+
+class SharedPromptModel:
+    """A model that reads shared rows; ``detach`` gives it its old attention back.
+
+    Attributes:
+        backend: what computes attention.
+        calls: attention calls made through shared rows so far (proof of life).
+    """
+
+    def __init__(
+        self, base: Any, config: Any, backend: AttentionBackend, options: SharedPromptOptions | None
+    ) -> None:
+        self.backend = backend
+        self.calls = 0
+        self._base, self._config = base, config
+        self._decoder = base.get_decoder()
+        self._head = head_of(base, config)
+        self._options = options or SharedPromptOptions()
+        self._before = base.config._attn_implementation
+        self._checked = False
+        self._attached = False
+        register()
+        self._set(NAME)
+
+    def hidden_states(self, input_ids: Tensor, plan: SharedPromptPlan) -> Tensor:
+        """The decoder's last hidden states, ``[T] -> [T,d]``.
+
+        Raises ConfigurationError if the row doesn't fit its plan or if a layer went around the interface,
+        and, in the first call, EqualityViolated if the self-check fails.
+        """
+        self._first_use(input_ids, plan)
+        return self._forward(input_ids, plan)[0]
+
+    def log_probs(
+        self, input_ids: Tensor, plan: SharedPromptPlan, temperature: float = 1.0, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-prob of every response token in packed order, and the entropies if asked, ``[T] -> [N], [N]``.
+
+        ``log_softmax(logits / temperature)`` in nats, float32 (float64 for float64 models), both with
+        gradient. The head runs once for each distinct row. Raises as ``hidden_states`` does.
+        """
+        hidden = self.hidden_states(input_ids, plan)
+        return self._log_probs(hidden, input_ids, plan, temperature, entropy)
+
+    def detach(self) -> None:
+        """Gives the model the attention implementation that it had before."""
+        if self._attached:
+            self._set(self._before)
+
+    def _log_probs(
+        self, hidden: Tensor, input_ids: Tensor, plan: SharedPromptPlan, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        tokens, vocabulary = input_ids[plan.response_index], self._config.vocab_size
+        return response_log_probs(hidden, self._head, tokens, plan, vocabulary, temperature, entropy)
+
+    def _forward(self, input_ids: Tensor, plan: SharedPromptPlan) -> tuple[Tensor, list[Signature]]:
+        if not self._attached:
+            raise ConfigurationError(
+                "the model was detached from shared prompts",
+                where=type(self._base).__name__,
+                remedy="attach it again",
+            )
+        if input_ids.shape != (plan.tokens,):
+            raise ConfigurationError(
+                "a row must be one tensor [T] as long as its plan",
+                found=tuple(input_ids.shape),
+                where="shared_prompt row",
+                remedy=f"pass {plan.tokens} token ids",
+            )
+        call = SharedPromptCall(plan, self.backend)
+        output = self._decoder(
+            input_ids=input_ids[None],
+            position_ids=plan.position_ids[None],
+            attention_mask=placeholder_mask(plan.tokens, input_ids.device),
+            use_cache=False,
+            **{NAME: call},
+        )
+        layers = list(call.layers)  # a checkpointed layer comes again in the backward pass
+        self._check_layers(layers)
+        self.calls += len(layers)
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden, layers
+
+    def _check_layers(self, layers: list[Signature]) -> None:
+        expected = self._config.num_hidden_layers
+        if len(layers) != expected:
+            raise _refused(
+                self._base,
+                f"{len(layers)} of {expected} layers went through the attention interface with their layout",
+                "attention: host",
+            )
+        kinds = getattr(self._config, "layer_types", None)
+        if kinds is not None:
+            sliding = kinds.count("sliding_attention")
+            told = sum(layer.window is not None for layer in layers)
+            if told < sliding:
+                raise _refused(
+                    self._base,
+                    f"{told} of {sliding} sliding-window layers say how long their window is",
+                    "attention: host",
+                )
+
+    def _first_use(self, input_ids: Tensor, plan: SharedPromptPlan) -> None:
+        if self._checked or not self._options.self_check:
+            return
+        first, group = plan.alone(0), plan.groups[0]
+        ids = input_ids[group.prompt.start : group.end]
+        with torch.no_grad():
+            hidden, layers = self._forward(ids, first)
+            for layer in dict.fromkeys(layers):
+                check_attention(self.backend, plan, layer, input_ids.device)
+            if first.response_tokens:
+                shared = self._log_probs(hidden, ids, first, 1.0, False)[0]
+                with self._separately():
+                    rows, picked = self._separate_rows(ids, first)
+                check_log_probs(shared[picked], rows, layers[0].dtype, self._options.self_check_tolerance)
+        self._checked = True
+
+    def _separate_rows(self, ids: Tensor, plan: SharedPromptPlan) -> tuple[Tensor, Tensor]:
+        """Log-probs of the one group's responses through the unchanged model, and which tokens they are."""
+        group = plan.groups[0]
+        prompt = group.prompt.length
+        values, picked = [], []
+        some = "logits_to_keep" in inspect.signature(self._base.forward).parameters
+        for response in group.responses:
+            if not response.length:
+                continue
+            row = torch.cat([ids[:prompt], ids[response.start : response.end]])
+            chosen = torch.arange(response.length, device=ids.device)
+            if response.length > _CHECKED_TOKENS:
+                chosen = torch.cat([chosen[: _CHECKED_TOKENS // 2], chosen[-(_CHECKED_TOKENS // 2) :]])
+            places = prompt - 1 + chosen
+            if some:
+                logits = self._base(input_ids=row[None], use_cache=False, logits_to_keep=places).logits[0]
+            else:
+                logits = self._base(input_ids=row[None], use_cache=False).logits[0, places]
+            log_probs = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), dim=-1)
+            values.append(log_probs.gather(1, row[prompt + chosen, None])[:, 0])
+            picked.append(response.start - prompt + chosen)
+        return torch.cat(values), torch.cat(picked)
+
+    @contextmanager
+    def _separately(self) -> Iterator[None]:
+        self._set(self._before)
+        try:
+            yield
+        finally:
+            self._set(NAME)
+
+    def _set(self, implementation: str) -> None:
+        self._base.set_attn_implementation(implementation)
+        self._attached = self._base.config._attn_implementation == NAME
+        if implementation == NAME and not self._attached:
+            raise _refused(
+                self._base, "it doesn't take a registered attention implementation", "attention: host"
+            )
+
+
+def _refused(base: Any, reason: str, remedy: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{type(base).__name__} can't read shared prompts: {reason}",
+        where="metronome.attention",
+        remedy=remedy,
+    )

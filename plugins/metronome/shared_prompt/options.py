@@ -1,0 +1,25 @@
+"""The options of ``attention: shared_prompt``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from metronome.settings import Options
+
+
+class SharedPromptOptions(Options):
+    """Options under ``metronome.shared_prompt``.
+
+    Attributes:
+        backend: ``auto`` takes the cascade where it can and the dense reference elsewhere.
+        self_check: compare with the reference, and with separate rows, at the first use and its real lengths.
+        self_check_tolerance: largest difference of a response token's log-prob that passes (their mean may
+            reach a tenth of it); None: 1e-6 in float64, 1e-3 in float32, 0.5 in half precision, where logits
+            near 20 are an eighth apart.
+    """
+
+    backend: Literal["auto", "reference", "cascade"] = "auto"
+    self_check: bool = True
+    self_check_tolerance: float | None = Field(default=None, gt=0)

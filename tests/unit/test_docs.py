@@ -1,0 +1,154 @@
+"""Documentation stands beside the code: every hook, every option, every changelog fragment."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from metronome import hookspecs
+from metronome.plugins import Offered, offers, plugin_manager
+from metronome.settings import SELECTORS, Settings
+
+ROOT = Path(__file__).parents[2]
+HOOKS = ROOT / "docs/hooks.md"
+OPTIONS = ROOT / "docs/options.md"
+EXAMPLE = ROOT / "tests/thirdparty"
+SHIPPED = ("periodic", "a3po", "shared_prompt", "sagc")
+HOOK_NAMES = [name for name, value in vars(hookspecs).items() if hasattr(value, "metronome_spec")]
+
+
+def shipped() -> list[Offered]:
+    return offers(plugin_manager({"METRONOME_LOAD_PLUGINS": ",".join(SHIPPED)}))
+
+
+def signature(hook: str) -> str:
+    return f"{hook}{inspect.signature(getattr(hookspecs, hook))}".replace("'", "")
+
+
+def section(text: str, heading: str) -> str:
+    """What stands under ``heading`` up to the next heading of its level or above."""
+    level = len(heading) - len(heading.lstrip("#"))
+    _, found, after = f"\n{text}".partition(f"\n{heading}\n")
+    assert found, f"no heading {heading!r}"
+    return re.split(rf"\n#{{1,{level}}} ", after, maxsplit=1)[0]
+
+
+def rows(text: str) -> Iterator[list[str]]:
+    """The cells of the tables in ``text``, headings and rules left out."""
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    for line in lines:
+        yield [cell.strip() for cell in line.strip("|").split(" | ")]
+
+
+def test_there_are_five_hooks() -> None:
+    assert set(HOOK_NAMES) == {*SELECTORS.values(), "describe"}
+
+
+@pytest.mark.parametrize("hook", HOOK_NAMES)
+def test_every_hook_has_a_heading_with_its_exact_signature(hook: str) -> None:
+    assert f"\n## `{signature(hook)}`\n" in HOOKS.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("hook", HOOK_NAMES)
+def test_every_hook_has_a_sentence_in_its_specification(hook: str) -> None:
+    assert inspect.getdoc(getattr(hookspecs, hook))
+
+
+@pytest.mark.parametrize("hook", HOOK_NAMES)
+def test_every_hook_is_named_by_a_test(hook: str) -> None:
+    tests = [path for path in (ROOT / "tests").rglob("test_*.py") if path.name != Path(__file__).name]
+    assert any(re.search(rf"\b{hook}\b", path.read_text(encoding="utf-8")) for path in tests)
+
+
+@pytest.mark.parametrize(
+    "path", [*sorted(EXAMPLE.rglob("*.py")), EXAMPLE / "pyproject.toml"], ids=lambda path: path.name
+)
+def test_the_documented_example_is_the_tested_package(path: Path) -> None:
+    if path.name == "__init__.py":
+        assert len(path.read_text(encoding="utf-8").splitlines()) == 1
+        return
+    language = "python" if path.suffix == ".py" else "toml"
+    name, code = path.relative_to(EXAMPLE).as_posix(), path.read_text(encoding="utf-8")
+    block = f"`{name}`\n\n```{language}\n{code}```\n"
+    assert block in HOOKS.read_text(encoding="utf-8")
+
+
+def test_every_contract_test_that_the_page_names_exists() -> None:
+    names = re.findall(r"metronome\.testing\.(\w+)\.(\w+)", HOOKS.read_text(encoding="utf-8"))
+    assert len(names) == len(SELECTORS)
+    for module, function in names:
+        source = (ROOT / "plugins/metronome/testing" / f"{module}.py").read_text(encoding="utf-8")
+        assert f"def {function}(" in source
+
+
+def test_the_selectors_table_is_the_settings_and_the_shipped_names() -> None:
+    every = shipped()
+    table = list(rows(OPTIONS.read_text(encoding="utf-8").partition("\n## ")[0]))
+    assert [row[0].strip("`") for row in table] == list(SELECTORS)
+    for selector, default, names in table:
+        key = selector.strip("`")
+        offered = {one.offer.name for one in every if one.offer.hook == SELECTORS[key]}
+        assert default == f"`{getattr(Settings(), key)}`"
+        assert set(re.findall(r"`(\w+)`", names)) == offered
+
+
+def plain(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def documented(selector: str, name: str) -> dict[str, Any]:
+    chapter = section(OPTIONS.read_text(encoding="utf-8"), f"## {selector}")
+    found = {}
+    for option, default, meaning in rows(section(chapter, f"### {name}")):
+        assert len(meaning) > 10, f"{name}.{option} has no meaning"
+        found[option.strip("`")] = yaml.safe_load(default.strip("`"))
+    return found
+
+
+def test_every_option_of_a_shipped_plugin_is_documented_with_its_default() -> None:
+    selectors = {hook: selector for selector, hook in SELECTORS.items()}
+    for one in shipped():
+        offer = one.offer
+        assert documented(selectors[offer.hook], offer.name) == plain(dict(offer.options)), offer.name
+
+
+def test_every_shipped_plugin_is_documented_and_nothing_else() -> None:
+    headings = re.findall(r"^### (\w+)$", OPTIONS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert sorted(headings) == sorted(one.offer.name for one in shipped())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("| `tau` | `2.0` |", "| `tau` | `2.5` |"),
+        ("| `tau` | `2.0` |", "| `thau` | `2.0` |"),
+        ("| `size` | `8` | G, rollouts per prompt, at least 2 |\n", ""),
+    ],
+    ids=["changed default", "unknown option", "missing option"],
+)
+def test_a_page_that_differs_from_the_code_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str
+) -> None:
+    text = OPTIONS.read_text(encoding="utf-8")
+    assert before in text
+    page = tmp_path / "options.md"
+    page.write_text(text.replace(before, after), encoding="utf-8")
+    monkeypatch.setitem(globals(), "OPTIONS", page)
+    with pytest.raises(AssertionError):
+        test_every_option_of_a_shipped_plugin_is_documented_with_its_default()
+
+
+def test_changelog_fragments_are_named_by_issue_and_kind() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    kinds = set(re.findall(r'directory = "(\w+)"\nname', project))
+    assert kinds >= {"feature", "bugfix"}
+    for path in (ROOT / "docs/changelog").glob("*.md"):
+        assert re.fullmatch(rf"\d+\.({'|'.join(sorted(kinds))})(\.\d+)?\.md", path.name), path.name
+        assert path.read_text(encoding="utf-8").strip(), f"{path.name} is empty"

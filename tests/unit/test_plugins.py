@@ -1,0 +1,349 @@
+"""Every fault of a plug-in is one clear error that names the plug-in, its distribution and the remedy."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from metronome import hookimpl, plugins
+from metronome.contracts import Offer
+from metronome.device import Device
+from metronome.errors import ConfigurationError, MetronomeError, PluginError
+from metronome.plugins import offered_names, offers, plugin_manager, register, resolve
+from metronome.settings import parse_settings
+
+CPU = Device("cpu", "gloo")
+
+
+class Source:
+    name = "plain"
+    max_staleness = 0
+    spans_versions = False
+
+    def capacity(self, flow: object) -> int:
+        return 0
+
+    release = verdict = period_complete = check = state_dict = load_state_dict = capacity
+
+
+class Loss:
+    name = "plain"
+    needs_proximal_forward = keeps_proximal = False
+
+    def __call__(self, batch: object) -> None:
+        return None
+
+
+class Attention:
+    name = "plain"
+    shares_prompt = False
+
+    def supports(self, need: object) -> None:
+        return None
+
+    attend = supports
+
+
+class Controller:
+    name = "plain"
+
+    def size(self) -> int:
+        return 4
+
+    largest = prompts = observe = explain = state_dict = load_state_dict = size
+
+
+HOOKS = ("rollout_source", "policy_loss", "attention", "group_controller")
+PLAIN = {
+    "rollout_source": Source,
+    "policy_loss": Loss,
+    "attention": Attention,
+    "group_controller": Controller,
+}
+
+
+def make_plugin(
+    *names: str, build: Callable[[str, str, Mapping[str, Any]], object] | None = None, describe: Any = None
+) -> types.ModuleType:
+    """A plug-in that offers each of ``names`` at every hook."""
+    module = types.ModuleType("fake")
+    build = build or (lambda hook, name, settings: PLAIN[hook]())
+
+    @hookimpl
+    def rollout_source(name: str, settings: Mapping[str, Any]) -> object:
+        return build("rollout_source", name, settings) if name in names else None
+
+    @hookimpl
+    def policy_loss(name: str, settings: Mapping[str, Any]) -> object:
+        return build("policy_loss", name, settings) if name in names else None
+
+    @hookimpl
+    def attention(name: str, settings: Mapping[str, Any], device: Device) -> object:
+        return build("attention", name, {**settings, "device": device}) if name in names else None
+
+    @hookimpl
+    def group_controller(name: str, settings: Mapping[str, Any], seed: int) -> object:
+        return build("group_controller", name, {**settings, "seed": seed}) if name in names else None
+
+    @hookimpl(specname="describe")
+    def offer() -> Any:
+        return (
+            [Offer(hook, name, "a test's") for hook in HOOKS for name in names]
+            if describe is None
+            else describe()
+        )
+
+    for function in (rollout_source, policy_loss, attention, group_controller, offer):
+        setattr(module, function.__name__, function)
+    return module
+
+
+class Point:
+    """An entry point whose ``load`` returns a module or raises."""
+
+    def __init__(self, name: str, loaded: object) -> None:
+        self.name, self.value, self.loaded = name, f"{name}_package.plugin", loaded
+        self.dist = types.SimpleNamespace(name=f"{name}-distribution", version="1.2")
+
+    def load(self) -> object:
+        if isinstance(self.loaded, BaseException):
+            raise self.loaded
+        return self.loaded
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes the given plug-ins the only installed ones."""
+
+    def install(*points: Point) -> None:
+        monkeypatch.setattr(plugins, "entry_points", lambda group: list(points))
+
+    for variable in ("DISABLE", "LOAD", "TRACE"):
+        monkeypatch.delenv(f"METRONOME_{variable}_PLUGINS", raising=False)
+    return install
+
+
+def settings_for(**selectors: Any) -> Any:
+    chosen = dict.fromkeys(("rollout_source", "loss", "attention", "group_controller"), "plain")
+    return parse_settings({**chosen, **selectors}, {"plain", "other", *selectors.values()})
+
+
+def one_line(error: pytest.ExceptionInfo[MetronomeError]) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def test_a_selection_is_resolved_to_the_four_plain_objects(install: Any) -> None:
+    seen = {}
+    install(
+        Point(
+            "one",
+            make_plugin(
+                "plain", build=lambda hook, _, options: seen.update({hook: options}) or PLAIN[hook]()
+            ),
+        )
+    )
+    selection = resolve(settings_for(), CPU, 7, plugin_manager())
+    assert isinstance(selection.rollout_source, Source)
+    assert isinstance(selection.loss, Loss)
+    assert isinstance(selection.attention, Attention)
+    assert isinstance(selection.group_controller, Controller)
+    assert seen["attention"] == {"device": CPU}
+    assert seen["group_controller"] == {"seed": 7}
+    assert seen["policy_loss"] == {}
+
+
+@pytest.mark.parametrize("selector", ["rollout_source", "loss", "attention", "group_controller"])
+def test_a_name_that_no_plugin_offers_is_refused_with_the_nearest_name(install: Any, selector: str) -> None:
+    install(Point("one", make_plugin("plain")))
+    with pytest.raises(PluginError) as error:
+        resolve(settings_for(**{selector: "plian"}), CPU, 0, plugin_manager())
+    text = one_line(error)
+    assert "'plian'" in text
+    assert f"metronome.{selector}" in text
+    assert "use 'plain'" in text
+
+
+def test_two_plugins_that_offer_one_name_are_refused_with_both_distributions(install: Any) -> None:
+    install(Point("one", make_plugin("plain")), Point("two", make_plugin("plain", "other")))
+    with pytest.raises(PluginError) as error:
+        resolve(settings_for(), CPU, 0, plugin_manager())
+    text = one_line(error)
+    assert "one-distribution 1.2" in text
+    assert "two-distribution 1.2" in text
+    assert "METRONOME_DISABLE_PLUGINS=two" in text
+    assert resolve(settings_for(), CPU, 0, plugin_manager({"METRONOME_DISABLE_PLUGINS": "two"}))
+
+
+def test_two_distributions_that_register_one_plugin_name_are_refused(install: Any) -> None:
+    twin = Point("one", make_plugin("other"))
+    twin.dist.name = "twin-distribution"
+    install(Point("one", make_plugin("plain")), twin)
+    with pytest.raises(
+        PluginError, match=r"one-distribution.*twin-distribution|twin-distribution.*one-distribution"
+    ) as error:
+        plugin_manager()
+    one_line(error)
+
+
+def test_a_plugin_that_raises_at_import_is_named_with_its_distribution(install: Any) -> None:
+    install(Point("good", make_plugin("plain")), Point("bad", ZeroDivisionError("first line\nsecond line")))
+    with pytest.raises(PluginError) as error:
+        plugin_manager()
+    text = one_line(error)
+    assert "'bad' raised at import: ZeroDivisionError: first line second line" in text
+    assert "bad-distribution 1.2" in text
+    assert "METRONOME_DISABLE_PLUGINS=bad" in text
+    assert offered_names(plugin_manager({"METRONOME_DISABLE_PLUGINS": "bad"})) == {"plain"}
+
+
+def test_a_plugin_that_raises_in_a_hook_is_named(install: Any) -> None:
+    def build(hook: str, _: str, __: Mapping[str, Any]) -> object:
+        if hook == "policy_loss":
+            raise KeyError("lost")
+        return PLAIN[hook]()
+
+    install(Point("bad", make_plugin("plain", build=build)))
+    with pytest.raises(PluginError) as error:
+        resolve(settings_for(), CPU, 0, plugin_manager())
+    text = one_line(error)
+    assert "'bad' raised in policy_loss: KeyError: 'lost'" in text
+    assert isinstance(error.value.__cause__, KeyError)
+
+
+def test_a_plugin_that_answers_for_every_name_displaces_nobody(install: Any) -> None:
+    greedy = types.ModuleType("greedy")
+
+    @hookimpl
+    def policy_loss(name: str, settings: Mapping[str, Any]) -> object:
+        raise RuntimeError(f"asked for {name}")
+
+    greedy.policy_loss = policy_loss  # type: ignore[attr-defined]
+    mine = Loss()
+    build = {**PLAIN, "policy_loss": lambda: mine}
+    owner = make_plugin("plain", build=lambda hook, _, __: build[hook]())
+    for points in ([Point("a", greedy), Point("b", owner)], [Point("b", owner), Point("z", greedy)]):
+        install(*points)
+        assert resolve(settings_for(), CPU, 0, plugin_manager()).loss is mine
+
+
+def test_a_plugin_s_own_configuration_error_goes_through_unchanged(install: Any) -> None:
+    wrong = ConfigurationError(
+        "cap must be positive", found=-1, where="metronome.plain.cap", remedy="cap: 5.0"
+    )
+
+    def build(hook: str, _: str, __: Mapping[str, Any]) -> object:
+        raise wrong
+
+    install(Point("one", make_plugin("plain", build=build)))
+    with pytest.raises(ConfigurationError) as error:
+        resolve(settings_for(), CPU, 0, plugin_manager())
+    assert error.value is wrong
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("wrong", [None, "a string", object()], ids=["None", "str", "object"])
+def test_a_hook_that_returns_the_wrong_type_is_refused_with_the_contract(
+    install: Any, hook: str, wrong: object
+) -> None:
+    def build(called: str, _: str, __: Mapping[str, Any]) -> object:
+        return wrong if called == hook else PLAIN[called]()
+
+    install(Point("bad", make_plugin("plain", build=build)))
+    with pytest.raises(PluginError) as error:
+        resolve(settings_for(), CPU, 0, plugin_manager())
+    text = one_line(error)
+    assert f"found '{type(wrong).__name__}'" in text
+    assert plugins._CONTRACTS[hook].__name__ in text
+
+
+def test_a_plugin_that_implements_an_unknown_hook_is_refused(install: Any) -> None:
+    module = make_plugin("plain")
+
+    @hookimpl
+    def reward_shaper(name: str) -> None:
+        return None
+
+    module.reward_shaper = reward_shaper  # type: ignore[attr-defined]
+    install(Point("bad", module))
+    with pytest.raises(PluginError) as error:
+        plugin_manager()
+    assert "reward_shaper" in one_line(error)
+
+
+def test_a_hook_with_another_argument_is_refused(install: Any) -> None:
+    module = types.ModuleType("fake")
+
+    @hookimpl
+    def policy_loss(name: str, options: Mapping[str, Any]) -> None:
+        return None
+
+    module.policy_loss = policy_loss  # type: ignore[attr-defined]
+    install(Point("bad", module))
+    with pytest.raises(PluginError) as error:
+        plugin_manager()
+    assert "options" in one_line(error)
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [5, "text", [1], {"a": 1}, [Offer("reward", "plain", "no such hook")]],  # type: ignore[arg-type]
+    ids=["int", "str", "list of int", "dict", "unknown hook"],
+)
+def test_a_describe_that_returns_rubbish_is_refused(install: Any, rubbish: object) -> None:
+    install(Point("bad", make_plugin("plain", describe=lambda: rubbish)))
+    with pytest.raises(PluginError) as error:
+        offers(plugin_manager())
+    assert "'bad'" in one_line(error)
+
+
+def test_a_describe_that_raises_is_named(install: Any) -> None:
+    install(Point("bad", make_plugin("plain", describe=lambda: 1 / 0)))
+    with pytest.raises(PluginError, match="'bad' raised in describe: ZeroDivisionError"):
+        offers(plugin_manager())
+
+
+@pytest.mark.parametrize("nothing", [None, []], ids=["None", "empty"])
+def test_a_describe_may_offer_nothing(install: Any, nothing: object) -> None:
+    install(Point("one", make_plugin(describe=lambda: nothing)))
+    assert offers(plugin_manager()) == []
+
+
+def test_the_environment_disables_plugins(install: Any) -> None:
+    install(Point("one", make_plugin("first")), Point("two", make_plugin("second")))
+    assert offered_names(plugin_manager({})) == {"first", "second"}
+    assert offered_names(plugin_manager({"METRONOME_DISABLE_PLUGINS": "two"})) == {"first"}
+    assert offered_names(plugin_manager({"METRONOME_DISABLE_PLUGINS": " one , two,"})) == set()
+
+
+def test_the_environment_loads_only_the_named_plugins(install: Any) -> None:
+    install(Point("one", make_plugin("first")), Point("bad", RuntimeError("never loaded")))
+    assert offered_names(plugin_manager({"METRONOME_LOAD_PLUGINS": "one"})) == {"first"}
+
+
+@pytest.mark.parametrize("variable", ["METRONOME_DISABLE_PLUGINS", "METRONOME_LOAD_PLUGINS"])
+def test_an_unknown_plugin_in_the_environment_is_refused(install: Any, variable: str) -> None:
+    install(Point("periodic", make_plugin("plain")))
+    with pytest.raises(PluginError, match=rf"'perodic'; in {variable}; to mend: use 'periodic'"):
+        plugin_manager({variable: "perodic"})
+
+
+def test_the_environment_traces_hook_calls(install: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    install(Point("one", make_plugin("plain")))
+    resolve(settings_for(), CPU, 3, plugin_manager({}))
+    assert "group_controller" not in "".join(capsys.readouterr())
+    resolve(settings_for(), CPU, 3, plugin_manager({"METRONOME_TRACE_PLUGINS": "1"}))
+    traced = "".join(capsys.readouterr())
+    assert "group_controller(name='plain', settings={}, seed=3)" in traced
+    assert "metronome: group_controller ->" in traced
+
+
+def test_a_plugin_registered_by_hand_carries_its_distribution(install: Any) -> None:
+    install()
+    manager = plugin_manager()
+    register(manager, "mine", make_plugin("plain"), "my distribution 3")
+    assert {(one.plugin, one.distribution) for one in offers(manager)} == {("mine", "my distribution 3")}

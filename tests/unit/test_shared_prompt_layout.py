@@ -1,0 +1,131 @@
+"""How a group's rows become one row, and what the plan says about it."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metronome.contracts import AttentionNeed
+from metronome.device import Device
+from metronome.errors import ConfigurationError
+from metronome.shared_prompt import plugin
+from metronome.shared_prompt.layout import longest_common_prefix, share_rows
+from metronome.shared_prompt.plan import SharedPromptPlan
+from metronome.shared_prompt.select import choose
+
+rows_strategy = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=5)
+groups_strategy = st.lists(
+    st.tuples(st.integers(1, 6), st.lists(st.integers(0, 4), min_size=1, max_size=4)), min_size=1, max_size=3
+)
+
+
+@given(rows_strategy)
+@settings(deadline=None, max_examples=80)
+def test_the_prefix_is_common_and_no_longer_one_is(rows):
+    prefix = longest_common_prefix(rows)
+    assert all(row[:prefix] == rows[0][:prefix] for row in rows)
+    longer = prefix + 1
+    assert any(len(row) < longer for row in rows) or any(row[:longer] != rows[0][:longer] for row in rows)
+
+
+def test_a_trained_token_never_falls_into_the_prefix():
+    rows = [[1, 2, 9, 9, 5], [1, 2, 9, 9, 6]]  # the same prompt [1, 2], responses that begin alike
+    assert longest_common_prefix(rows) == 4
+    assert longest_common_prefix(rows, [2, 2]) == 2
+    shared = share_rows(rows, [2, 2])
+    assert (shared.prompt_len, shared.response_lens) == (2, (3, 3))
+    assert shared.tokens == (1, 2, 9, 9, 5, 9, 9, 6)
+
+
+def test_agents_with_different_prompts_share_what_they_have_in_common():
+    rows = [[1, 2, 3, 7], [1, 2, 4, 4, 8], [1, 2]]
+    shared = share_rows(rows, [3, 4, 2])
+    assert (shared.prompt_len, shared.response_lens) == (2, (2, 3, 0))
+    assert shared.tokens == (1, 2, 3, 7, 4, 4, 8)
+
+
+@pytest.mark.parametrize(("rows", "untrained"), [([], []), ([[1], [2]], [1, 1]), ([[1, 2]], [0])])
+def test_rows_that_share_nothing_are_refused(rows, untrained):
+    with pytest.raises(ConfigurationError, match="share no prompt token"):
+        share_rows(rows, untrained)
+
+
+@given(groups_strategy, st.integers(0, 5))
+@settings(deadline=None, max_examples=60)
+def test_the_plan_restarts_positions_and_gathers_labels(groups, padding):
+    used = sum(prompt + sum(lengths) for prompt, lengths in groups)
+    plan = SharedPromptPlan.build(groups, used + padding)
+    positions, rows, index, start = [], [], [], 0
+    for prompt, lengths in groups:
+        last = start + prompt - 1
+        positions += range(prompt)
+        start += prompt
+        for length in lengths:
+            positions += range(prompt, prompt + length)
+            rows += [last if token == 0 else start + token - 1 for token in range(length)]
+            index += range(start, start + length)
+            start += length
+    assert plan.position_ids.tolist() == positions + list(range(padding))
+    assert plan.label_rows.tolist() == rows
+    assert plan.response_index.tolist() == index
+    assert plan.unique_label_rows.tolist() == sorted(set(rows))
+    assert torch.equal(plan.unique_label_rows[plan.label_inverse], plan.label_rows)
+    assert torch.equal(plan.label_order, torch.argsort(plan.label_rows, stable=True))
+    assert plan.label_counts == tuple(rows.count(row) for row in sorted(set(rows)))
+    assert (plan.tokens_shared, plan.tokens) == (used, used + padding)
+    assert plan.tokens_separate == sum(prompt * len(lengths) + sum(lengths) for prompt, lengths in groups)
+    for group in plan.groups:
+        covered = sorted(place for bucket in group.buckets for place in bucket.index.tolist())
+        assert covered == list(range(group.prompt.length, group.end - group.prompt.start))
+
+
+@pytest.mark.parametrize(
+    ("groups", "pad_to", "words"),
+    [
+        ([], None, "at least one group"),
+        ([(0, [1])], None, "nothing predicts the first token"),
+        ([(1, [])], None, "without responses"),
+        ([(1, [2, -1])], None, "negative"),
+        ([(4, [4])], 7, "pad_to >= 8"),
+    ],
+)
+def test_impossible_plans_are_refused_with_the_remedy(groups, pad_to, words):
+    with pytest.raises(ConfigurationError, match=words):
+        SharedPromptPlan.build(groups, pad_to)
+
+
+def test_auto_takes_the_cascade_and_the_reference_where_a_kernel_cannot_pay():
+    need = AttentionNeed("cpu", "float32", 64, 64, 9, 3)
+    assert choose("auto", need, SharedPromptPlan.build([(512, [64] * 8)]))[0].name == "cascade"
+    tiny, why = choose("auto", need, SharedPromptPlan.build([(8, [2, 3, 4])]))
+    assert tiny.name == "reference"
+    assert "too few" in why
+    elsewhere, why = choose("auto", AttentionNeed("cuda", "float32", 64, 64, 9, 3))
+    assert elsewhere.name == "reference"
+    assert "CPU kernel" in why
+    with pytest.raises(ConfigurationError, match="backend: auto"):
+        choose("cascade", AttentionNeed("cuda", "float32", 64, 64, 9, 3))
+
+
+def test_the_plugin_builds_its_own_names_only():
+    cpu = Device("cpu", "gloo")
+    assert plugin.attention("host", {}, cpu).name == "host"
+    chosen = plugin.attention("shared_prompt", {"backend": "reference", "self_check": False}, cpu)
+    assert (chosen.options.backend, chosen.options.self_check) == ("reference", False)
+    assert plugin.attention("another", {}, cpu) is None
+    assert {offer.name for offer in plugin.describe()} == {"host", "shared_prompt"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "device", "words"),
+    [
+        ("shared_prompt", {"backend": "flash"}, "cpu", "'cascade'"),
+        ("shared_prompt", {"selfcheck": False}, "cpu", "self_check"),
+        ("shared_prompt", {"self_check_tolerance": 0}, "cpu", "greater than 0"),
+        ("shared_prompt", {"backend": "cascade"}, "cuda", "backend: auto"),
+        ("host", {"backend": "auto"}, "cpu", "unknown key"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(name, options, device, words):
+    with pytest.raises(ConfigurationError, match=words):
+        plugin.attention(name, options, Device(device, "gloo"))
