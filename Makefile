@@ -12,8 +12,12 @@ LOCAL_PARTS := requirements/local.txt requirements/local-nodeps.txt .
 TEST_PARTS := $(LOCAL_PARTS) requirements/dev.txt tests/thirdparty
 
 DEMO := $(LOCAL)/bin/metronome run recipes/local/demo.yaml
-# Each benchmark writes its committed JSON beside it.
-BENCHMARKS := $(sort $(wildcard benchmarks/bench_*.py))
+# One benchmark a line, program and arguments; each writes its committed JSON.
+define BENCHMARKS
+benchmarks/proximal.py --model smollm2 --out benchmarks/proximal.json
+benchmarks/shared_prompt.py --model smollm2 --shapes 512,8,64 --repeats 3 --out benchmarks/shared_prompt.json
+endef
+export BENCHMARKS
 
 # Nothing is fetched from a model hub: the model comes from a package.
 export HF_HUB_OFFLINE := 1
@@ -45,7 +49,7 @@ check: test-environment
 	$(LOCAL)/bin/pytest tests/unit tests/contract --cov=metronome --cov-report=term:skip-covered
 
 test: core test-environment
-	$(LOCAL)/bin/pytest tests --cov=metronome --cov=metronome_local --cov-report=term:skip-covered
+	$(LOCAL)/bin/pytest tests --timeout=900 --cov=metronome --cov=metronome_local --cov-report=term:skip-covered
 
 core:
 	@tested=0; failed=""; \
@@ -62,6 +66,7 @@ core:
 	if [ -n "$$failed" ]; then echo "core unit tests failed on Python$$failed" >&2; exit 1; fi
 
 bench: local-environment
-	@for benchmark in $(BENCHMARKS); do \
-	  echo "$$benchmark"; $(LOCAL)/bin/python $$benchmark; \
-	done
+	@while read -r benchmark; do \
+	  echo "$$benchmark"; \
+	  $(LOCAL)/bin/python $$benchmark </dev/null; \
+	done <<< "$$BENCHMARKS"

@@ -1,12 +1,12 @@
-"""Shared prompts on against K separate rows: tokens computed, time of a forward and backward pass, theory beside.
+"""Shared prompts on against K separate rows: tokens computed, forward and backward time, theory beside.
 
     python benchmarks/shared_prompt.py --shapes 512,8,64 2048,8,64
     python benchmarks/shared_prompt.py --model tiny --shapes 512,8,64
     python benchmarks/shared_prompt.py --model smollm2 --shapes 128,8,64 --repeats 3 --out result.json
 
-A shape is prompt,responses,response length. Both ways run interleaved in one process; times are CPU seconds of the
-process (with one thread: of one core), medians. The other side is the strongest one: K rows of equal length without
-padding, native grouped heads, and for models logits at response positions only.
+A shape is prompt,responses,response length. Both ways run interleaved in one process; times are CPU seconds
+of the process, medians. The other side is the strongest one: K rows of equal length without padding, native
+grouped heads, and for models logits at response positions only.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ def main() -> None:
             "theory_tokens": token_ratio(prompt, [length] * count),
         }
         rows.append(row)
+        theory = f"attention {row['theory_attention']:.2f}, tokens {row['theory_tokens']:.2f}"
         print(
-            f"{shape:>14} {plan.tokens_separate:>6} ->{plan.tokens_shared:>6} {times[0]:>11.3f} {times[1]:>9.3f}"
-            f" {row['ratio']:>6.2f}  attention {row['theory_attention']:.2f}, tokens {row['theory_tokens']:.2f}"
+            f"{shape:>14} {plan.tokens_separate:>6} ->{plan.tokens_shared:>6}"
+            f" {times[0]:>11.3f} {times[1]:>9.3f} {row['ratio']:>6.2f}  {theory}"
         )
     if arguments.out:
         facts = {
@@ -87,9 +88,7 @@ def main() -> None:
         arguments.out.write_text(json.dumps({**facts, "rows": rows}, indent=2) + "\n")
 
 
-def interleaved(
-    separate: Callable[[], None], shared: Callable[[], None], repeats: int
-) -> tuple[float, float]:
+def interleaved(separate: Callable[[], None], shared: Callable[[], None], repeats: int) -> tuple[float, float]:
     """Median CPU seconds of both, run in turns after one warm-up each."""
     times: tuple[list[float], list[float]] = ([], [])
     for repeat in range(repeats + 1):
@@ -111,8 +110,7 @@ def attention_ways(
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Forward and backward of one attention layer over K rows, and over the shared row."""
     q, k, v = (
-        torch.randn(plan.tokens, heads, WIDTH, dtype=dtype, requires_grad=True)
-        for heads in (HEADS, KV_HEADS, KV_HEADS)
+        torch.randn(plan.tokens, heads, WIDTH, dtype=dtype, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     batched = [
         torch.randn(count, heads, prompt + length, WIDTH, dtype=dtype, requires_grad=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 
 from metronome.errors import ConfigurationError
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from metronome_local.trainer import Parts
 
 _FOLDER = "checkpoints"
+_STATE = {"period", "version", "stream", "controller", "random", "accuracies"}
 _FREE = {"periods"}  # training keys that a resumed run may change
 
 
@@ -50,9 +53,7 @@ class Checkpoints:
 def load_state(run_folder: Path) -> dict[str, Any]:
     """The newest complete checkpoint's state; raises ConfigurationError if there is none or it can't be read."""
     if not run_folder.is_dir():
-        raise ConfigurationError(
-            "no such run folder", found=str(run_folder), where="--resume", remedy="a run's folder"
-        )
+        raise ConfigurationError("no such run folder", found=str(run_folder), where="--resume", remedy="a run's folder")
     found = _complete(run_folder)
     if not found:
         raise ConfigurationError(
@@ -63,7 +64,9 @@ def load_state(run_folder: Path) -> dict[str, Any]:
         )
     try:
         state: dict[str, Any] = json.loads((found[-1] / "state.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        if not isinstance(state, dict) or set(state) < _STATE:
+            raise ValueError("state.json isn't whole")
+    except (OSError, ValueError) as error:  # JSON's own error is a ValueError
         raise ConfigurationError(
             f"the checkpoint can't be read: {error}",
             found=str(found[-1]),
@@ -86,7 +89,7 @@ def load_tensors(state: dict[str, Any], model: Any, optimiser: torch.optim.Optim
                 parameter.copy_(tensors["weights"][name])
         optimiser.load_state_dict(tensors["optimiser"])
         scheduler.load_state_dict(tensors["scheduler"])
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
         raise ConfigurationError(
             f"the checkpoint doesn't fit: {error}",
             found=str(path),
@@ -95,8 +98,18 @@ def load_tensors(state: dict[str, Any], model: Any, optimiser: torch.optim.Optim
         ) from error
 
 
-def check_recipe(old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Raises ConfigurationError for a key that a resumed run may not change."""
+def check_recipe(run_folder: Path, new: dict[str, Any]) -> None:
+    """Raises ConfigurationError for a key that a resumed run may not change, or if its recipe can't be read."""
+    path = run_folder / "recipe.yaml"
+    try:
+        old = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigurationError(
+            f"the run's recipe can't be read: {error}",
+            found=str(path),
+            where="--resume",
+            remedy="start a new run",
+        ) from error
     for section in ("model", "task", "sampling", "training", "metronome"):
         before, after = old.get(section, {}), new.get(section, {})
         for key in sorted({*before, *after}):

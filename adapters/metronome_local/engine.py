@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +25,9 @@ _GROWTH = 64  # slots grow by this many positions at a time
 
 @dataclass
 class Continuation:
-    """One continuation in the making."""
+    """One continuation in the making; ``key`` is the group's job and the member."""
 
-    key: Hashable
+    key: tuple[int, int]
     context: tuple[int, ...]
     max_tokens: int
     rng: random.Random
@@ -51,9 +51,7 @@ class _SlotCache:
         self.active = 0
         self.longest = 0
 
-    def update(
-        self, k: torch.Tensor, v: torch.Tensor, layer: int, **_: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, k: torch.Tensor, v: torch.Tensor, layer: int, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """One decoding step of one layer: stores ``k, v [S,H,1,D]``, returns the views to attend to."""
         rows, places = torch.arange(self.active), self.positions[: self.active]
         self.keys[layer][rows, :, places] = k[:, :, 0]
@@ -107,17 +105,13 @@ def _longer(store: torch.Tensor, length: int) -> torch.Tensor:
 class Engine:
     """Continuous batching of one model on one device."""
 
-    def __init__(
-        self, model: Any, slots: int, eos_ids: Iterable[int], temperature: float, version: int = 0
-    ) -> None:
+    def __init__(self, model: Any, slots: int, eos_ids: Iterable[int], temperature: float, version: int = 0) -> None:
         self.model, self.eos, self.temperature, self.version = model, set(eos_ids), temperature, version
         self.device = next(model.parameters()).device
         self._cache = _SlotCache(slots)
         self._waiting: deque[Continuation] = deque()
         self._wanted: Counter[tuple[int, ...]] = Counter()
-        self._prefilled: dict[
-            tuple[int, ...], tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
-        ] = {}
+        self._prefilled: dict[tuple[int, ...], tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]] = {}
         self._running: list[Continuation] = []
         self._window, self._layer_types = _windows(model)
         self.sampled = 0  # tokens, for the progress line
@@ -143,14 +137,14 @@ class Engine:
         self._wanted[sequence.context] += 1
 
     @torch.no_grad()
-    def step(self) -> list[tuple[Hashable, Sampled]]:
+    def step(self) -> list[tuple[tuple[int, int], Sampled]]:
         """Fills free slots, decodes one token for every running sequence, returns what has finished."""
         finished = self._admit()
         if self._running:
             self._take(self._decode(), finished)
         return finished
 
-    def abort(self, keys: set[Hashable]) -> None:
+    def abort(self, keys: set[tuple[int, int]]) -> None:
         """Forgets the sequences called ``keys``, running or waiting."""
         for slot in reversed(range(len(self._running))):
             if self._running[slot].key in keys:
@@ -172,8 +166,8 @@ class Engine:
             layers, _ = self._prefill((*sequence.context, *sequence.ids[:-1]))
             self._cache.write(slot, layers)
 
-    def _admit(self) -> list[tuple[Hashable, Sampled]]:
-        finished: list[tuple[Hashable, Sampled]] = []
+    def _admit(self) -> list[tuple[tuple[int, int], Sampled]]:
+        finished: list[tuple[tuple[int, int], Sampled]] = []
         while self._waiting and len(self._running) < self._cache.slots:
             sequence = self._waiting.popleft()
             ids = sequence.context
@@ -224,13 +218,20 @@ class Engine:
         places = torch.arange(self._cache.longest, device=positions.device)
         full = (places <= positions[:, None])[:, None, None]  # [S,1,1,C], True: attend
         if self._window is None:
-            return full
+            return self._masked(full)
         sliding = full & (places > positions[:, None] - self._window)[:, None, None]
         if len(self._layer_types) > 1:
-            return {"full_attention": full, "sliding_attention": sliding}
-        return sliding
+            return {"full_attention": self._masked(full), "sliding_attention": self._masked(sliding)}
+        return self._masked(sliding)
 
-    def _take(self, logits: torch.Tensor, finished: list[tuple[Hashable, Sampled]], first: int = 0) -> None:
+    def _masked(self, attended: torch.Tensor) -> torch.Tensor:
+        """As the model's attention reads it: eager attention adds its mask to the scores."""
+        if self.model.config._attn_implementation != "eager":
+            return attended
+        scores = torch.zeros(attended.shape, dtype=self.model.dtype, device=attended.device)
+        return scores.masked_fill(~attended, torch.finfo(scores.dtype).min)
+
+    def _take(self, logits: torch.Tensor, finished: list[tuple[tuple[int, int], Sampled]], first: int = 0) -> None:
         """Samples one token for the running sequences from ``first`` on; ``logits [S - first, V]``."""
         scaled = (logits / self.temperature).log_softmax(-1)
         greedy = [sequence.greedy for sequence in self._running[first:]]
@@ -239,9 +240,7 @@ class Engine:
         drawn = torch.searchsorted(cumulated, uniform.to(cumulated) * cumulated[:, -1:])
         drawn = drawn.clamp(max=scaled.shape[-1] - 1)
         if any(greedy):
-            drawn = torch.where(
-                torch.tensor(greedy, device=drawn.device)[:, None], scaled.argmax(-1, True), drawn
-            )
+            drawn = torch.where(torch.tensor(greedy, device=drawn.device)[:, None], scaled.argmax(-1, True), drawn)
         log_probs = scaled.gather(1, drawn)[:, 0].tolist()
         tokens = drawn[:, 0].tolist()
         self.sampled += len(tokens)
@@ -271,6 +270,9 @@ def _windows(model: Any) -> tuple[int | None, set[str]]:
     config = model.config.get_text_config()
     types = set(getattr(config, "layer_types", None) or ())
     foreign = types - {"full_attention", "sliding_attention"}
+    routes = getattr(model, "_can_set_attn_implementation", None)
+    if routes is None or not routes():  # ALiBi and home-made masks are computed from padded positions
+        foreign.add("an attention of its own")
     if foreign or getattr(config, "is_encoder_decoder", False):
         raise ConfigurationError(
             "the rollout engine serves decoders whose every layer is full or sliding attention",

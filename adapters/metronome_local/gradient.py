@@ -73,7 +73,7 @@ class Gradient:
         self.log_probs, self.loss, self.training, self.reference = log_probs, loss, training, reference
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._device = next(model.parameters()).device
-        self._max_tokens, self._on_policy = max_tokens, on_policy
+        self._max_tokens, self.on_policy = max_tokens, on_policy
         self.proximal_seconds = 0.0
         self.loss_calls = 0
 
@@ -92,22 +92,30 @@ class Gradient:
     def add(self, groups: Sequence[TrainGroup], version: int, step_fraction: float = 0.0) -> None:
         """Forward and backward of some groups, in micro-batches of at most ``micro_batch_tokens``.
 
-        A group whose advantages are all zero has no gradient unless KL or entropy give it one: its rows are
-        counted and its passes are left out, which is exact.
+        A group whose advantages are all zero has no gradient unless KL, entropy or the batch's mean give it one:
+        its rows are counted and its passes are left out, which is exact.
         """
         training = self.training
+        everything = training.kl or training.entropy or self._accumulators is not None
         batch: list[TrainGroup] = []
+        split: list[tuple[TrainGroup, list[TrainGroup]]] = []
         for group in groups:
-            if not (any(group.advantages) or training.kl or training.entropy):
+            if not (any(group.advantages) or everything):
                 self._count([group])
                 continue
-            for part in self._parts(group):
+            parts = self._parts(group)
+            if len(parts) > 1:
+                split.append((group, parts))
+            for part in parts:
                 if batch and self._size([*batch, part]) > training.micro_batch_tokens:
                     self._micro_batch(batch, version, step_fraction)
                     batch = []
                 batch.append(part)
         if batch:
             self._micro_batch(batch, version, step_fraction)
+        for group, parts in split:
+            kept = [part.proximal for part in parts if part.proximal is not None]
+            group.proximal = torch.cat(kept) if len(kept) == len(parts) else None
 
     def finish(self) -> dict[str, float]:
         """Rescales ``.grad`` once; returns the metrics of everything added."""
@@ -210,7 +218,7 @@ class Gradient:
         return LossBatch(
             log_probs=log_probs,
             behavior_log_probs=tokens([p for row in flat for p in row.log_probs], log_probs.dtype),
-            old_log_probs=log_probs.detach() if self._on_policy else None,
+            old_log_probs=log_probs.detach() if self.on_policy else None,
             advantages=advantages.to(log_probs.dtype),
             mask=mask,
             staleness=torch.where(sampled == UNKNOWN_VERSION, UNKNOWN_VERSION, version - sampled),

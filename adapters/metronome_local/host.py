@@ -44,16 +44,18 @@ def compare(recipe: dict[str, Any], vary: tuple[str, list[str]], *, where: str, 
     """Runs the same work once per value and prints the table of ratios."""
     from metronome_local.compare import compare_runs
 
+    if output is not None:
+        empty_folder(output)
     return compare_runs(recipe, vary, where=where, output=output)
 
 
-def validate(recipe: dict[str, Any], where: str, *, comparing: bool = False) -> tuple[Recipe, Settings, Selection, Device]:
+def validate(
+    recipe: dict[str, Any], where: str, *, comparing: bool = False
+) -> tuple[Recipe, Settings, Selection, Device]:
     """The recipe, the plug-ins it selects, and the device; every refusal happens here, before anything starts."""
     parsed = parse_recipe(recipe, where)
     manager = plugin_manager()
-    settings = parse_settings(
-        parsed.metronome, offered_names(manager), where="metronome", allow_unselected=comparing
-    )
+    settings = parse_settings(parsed.metronome, offered_names(manager), where="metronome", allow_unselected=comparing)
     device = resolve_device(parsed.machine.device, "machine.device")
     selection = resolve(settings, device, parsed.training.seed, manager)
     selection.rollout_source.check(_facts(parsed, selection))
@@ -71,12 +73,17 @@ def build(
     *,
     base: Path,
     resume: str | None = None,
+    alias: bool = True,
 ) -> Trainer:
-    """Model, task, workers and trainer of a run in ``folder``; relative paths of the recipe start at ``base``."""
+    """Model, task, workers and trainer of a run in ``folder``; relative paths of the recipe start at ``base``.
+
+    ``alias`` lets the trainer's own parameters be the shared buffer where the rollout source allows it.
+    """
     import torch
 
     from metronome_local.checkpoint import Checkpoints, check_recipe, load_state, load_tensors
     from metronome_local.gradient import Gradient, Reference
+    from metronome_local.importing import from_folder, function_at
     from metronome_local.logprobs import log_probs_of
     from metronome_local.models import context_limit, load_model, load_tokenizer, policy_model
     from metronome_local.pool import RolloutPool
@@ -90,14 +97,17 @@ def build(
     state = None
     if resume is not None:
         state = load_state(folder)
-        check_recipe(yaml.safe_load((folder / "recipe.yaml").read_text()), recipe.model_dump(mode="json"))
+        check_recipe(folder, recipe.model_dump(mode="json"))
     placement = _placement(recipe.machine)
+    rollout = recipe.sampling.rollout and from_folder(recipe.sampling.rollout, base)
+    if rollout:
+        function_at(rollout, "sampling.rollout")  # the workers import it; what can't be is refused here
     tokenizer = load_tokenizer(recipe.model.name)
     task = load_task(recipe.task, tokenizer, recipe.training.seed, base)
     _check_prompts(task, recipe)
     model = policy_model(recipe.model)
     if recipe.model.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
         model.train()
         _refuse_dropout(model)
     limit = context_limit(model)
@@ -114,15 +124,17 @@ def build(
     if state is not None:
         load_tensors(state, model, optimiser, scheduler)
     weights = SharedWeights(model)
-    if device.kind == "cpu" and not selection.rollout_source.spans_versions:
+    if alias and device.kind == "cpu" and not selection.rollout_source.spans_versions:
         weights.alias(model)  # nobody decodes while the optimiser writes: the period's barrier
     log_probs = log_probs_of(model, selection.attention, recipe.sampling.temperature, recipe.model.dtype)
     reference = None
     if recipe.training.kl > 0:
         adapter = recipe.model.lora is not None
         frozen = model if adapter else load_model(recipe.model.name).to(device.kind).requires_grad_(False)
-        of = log_probs if adapter else log_probs_of(
-            frozen, selection.attention, recipe.sampling.temperature, recipe.model.dtype
+        of = (
+            log_probs
+            if adapter
+            else log_probs_of(frozen, selection.attention, recipe.sampling.temperature, recipe.model.dtype)
         )
         reference = Reference(model, of, adapter)
     gradient = Gradient(
@@ -146,7 +158,7 @@ def build(
     ).attention
     pool = RolloutPool(
         weights,
-        _worker_configs(recipe, device, placement),
+        _worker_configs(recipe, rollout, device, placement),
         fingerprint_dtype=getattr(torch, recipe.model.dtype),
         timeout=recipe.machine.timeout,
         max_restarts=recipe.machine.max_restarts,
@@ -157,8 +169,19 @@ def build(
         os.sched_setaffinity(0, placement.trainer)
     trainer = Trainer(
         Parts(
-            recipe, selection, audit, model, optimiser, scheduler, gradient, weights, pool, task,
-            Scorer(task, tokenizer), progress, Checkpoints(folder, recipe.checkpoints.keep),
+            recipe,
+            selection,
+            audit,
+            model,
+            optimiser,
+            scheduler,
+            gradient,
+            weights,
+            pool,
+            task,
+            Scorer(task, tokenizer),
+            progress,
+            Checkpoints(folder, recipe.checkpoints.keep),
         )
     )
     if state is not None:
@@ -170,7 +193,7 @@ def train(trainer: Trainer, console: Any) -> None:
     """Runs a built trainer and prints what it comes to."""
     from metronome_local.progress import memory_line
 
-    recipe, selection = trainer.recipe, trainer.parts.selection
+    selection = trainer.parts.selection
     names = ", ".join(
         f"{hook} {getattr(selection, hook).name}"
         for hook in ("rollout_source", "loss", "attention", "group_controller")
@@ -204,13 +227,13 @@ def _placement(machine: Machine) -> _Placement:
     return _Placement(each, shares[-1], list(shares[:-1]))
 
 
-def _worker_configs(recipe: Recipe, device: Device, placement: _Placement) -> list[Any]:
+def _worker_configs(recipe: Recipe, rollout: str | None, device: Device, placement: _Placement) -> list[Any]:
     from metronome_local.worker import WorkerConfig
 
     return [
         WorkerConfig(
             model=recipe.model,
-            sampling=recipe.sampling,
+            sampling=recipe.sampling.model_copy(update={"rollout": rollout}),
             device=device.kind,
             threads=placement.threads,
             cores=cores,
@@ -266,7 +289,7 @@ def _facts(recipe: Recipe, selection: Selection) -> RunFacts:
 
 
 def _refuse_impossible(recipe: Recipe, selection: Selection) -> None:
-    training, metronome = recipe.training, recipe.metronome
+    training = recipe.training
     if training.advantage == "batch" and not (_ratio_is_one(recipe, selection) and selection.loss.name == "ppo"):
         raise ConfigurationError(
             "batch-whitened advantages are exact only where the ratio is one",
@@ -288,13 +311,14 @@ def _refuse_impossible(recipe: Recipe, selection: Selection) -> None:
             where="model.trained_layers",
             remedy="remove one of them",
         )
-    del metronome
 
 
 def _refuse_dropout(model: Any) -> None:
     import torch
 
     active = {name: m.p for name, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and m.p > 0}
+    settings = model.config.get_text_config().to_dict()  # attention's own dropout is a function, not a module
+    active |= {k: p for k, p in settings.items() if k.endswith(("dropout", "pdrop")) and isinstance(p, float) and p > 0}
     if active:
         raise ConfigurationError(
             "gradient checkpointing needs the training mode, in which this model's dropout acts",
@@ -324,19 +348,32 @@ def _reference_options(settings: Settings) -> dict[str, dict[str, Any]]:
 
 
 def _run_folder(where: str, output: str | None, resume: str | None) -> Path:
+    if resume is not None and output is not None:
+        raise ConfigurationError(
+            "a resumed run goes on in its own folder", found=output, where="--output", remedy="leave --output out"
+        )
     if resume is not None:
         return Path(resume)
     if output is not None:
-        folder = Path(output)
-        if folder.exists() and any(folder.iterdir()):
-            raise ConfigurationError(
-                "the run folder isn't empty",
-                found=output,
-                where="--output",
-                remedy="another folder, or --resume to continue the run",
-            )
-        return folder
+        return empty_folder(output)
     return Path("runs") / f"{Path(where).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def empty_folder(output: str) -> Path:
+    """``output`` as a folder to make or to fill; raises ConfigurationError if something stands there."""
+    folder = Path(output)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ConfigurationError(
+            "the run folder isn't empty" if folder.is_dir() else "the run folder is a file",
+            found=output,
+            where="--output",
+            remedy="another folder, or --resume to continue a run",
+        )
+    if not next(parent for parent in folder.absolute().parents if parent.exists()).is_dir():
+        raise ConfigurationError(
+            "a file stands in the run folder's path", found=output, where="--output", remedy="another folder"
+        )
+    return folder
 
 
 def _print_plan(console: Any, recipe: Recipe, settings: Settings, selection: Selection) -> None:

@@ -12,6 +12,12 @@ from typing import Any
 from metronome.errors import ConfigurationError
 
 
+def from_folder(path: str, base: Path) -> str:
+    """The import path with a relative ``file.py`` taken from ``base``."""
+    module, _, name = path.rpartition(":")
+    return f"{base / Path(module).expanduser()}:{name}" if module.endswith(".py") else path
+
+
 def function_at(path: str, where: str) -> Callable[..., Any]:
     """The function at ``path``; raises ConfigurationError if it can't be imported or isn't callable."""
     module_name, _, name = path.rpartition(":")
@@ -37,7 +43,7 @@ def function_at(path: str, where: str) -> Callable[..., Any]:
         raise ConfigurationError(
             f"the module has no function {name!r}", found=path, where=where, remedy="give a function's name"
         )
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _file_module(path: Path) -> Any:

@@ -23,7 +23,10 @@ class LogProbs(Protocol):
     shares_prompt: bool
     computed_tokens: int  # tokens that went through the model so far
     separate_tokens: int  # tokens that separate rows would have had
-    attention_calls: int  # calls of the attention hook so far
+
+    @property
+    def attention_calls(self) -> int:
+        """Calls of the attention hook so far, one a layer."""
 
     def __call__(self, groups: Sequence[Sequence[Row]], entropy: bool = False) -> tuple[torch.Tensor, Any]:
         """One forward pass with gradient."""
@@ -35,9 +38,7 @@ class LogProbs(Protocol):
         """Tokens that a group adds to a micro-batch, counted after sharing."""
 
 
-def log_probs_of(
-    model: Any, backend: AttentionBackend, temperature: float, dtype: str
-) -> SharedPromptLogProbs | SeparateLogProbs:
+def log_probs_of(model: Any, backend: AttentionBackend, temperature: float, dtype: str) -> LogProbs:
     """The way that ``backend`` asks for."""
     if backend.shares_prompt:
         return SharedPromptLogProbs(model, backend, temperature, dtype)
@@ -80,16 +81,12 @@ class SharedPromptLogProbs:
         from metronome.shared_prompt.plan import SharedPromptPlan
 
         packed = [part for group in groups for part in _packed(group)]
-        plan = SharedPromptPlan.build(
-            [(part.prompt_len, part.response_lens) for part in packed], device=self._device
-        )
+        plan = SharedPromptPlan.build([(part.prompt_len, part.response_lens) for part in packed], device=self._device)
         ids = torch.tensor([token for part in packed for token in part.tokens], device=self._device)
         self.computed_tokens += len(ids)
         self.separate_tokens += sum(len(row.ids) for group in groups for row in group)
         with _autocast(self._device, self._dtype):
-            log_probs, entropies = self._handle.log_probs(
-                ids, plan, temperature=self._temperature, entropy=entropy
-            )
+            log_probs, entropies = self._handle.log_probs(ids, plan, temperature=self._temperature, entropy=entropy)
         # A row's own prompt part, where prompts of a group differ, is context: only its response counts.
         kept = []
         start = 0
@@ -152,9 +149,7 @@ class SeparateLogProbs:
             picked = hidden.reshape(-1, hidden.shape[-1])[where]
             return self._gathered(picked, wanted, entropy)
 
-    def _gathered(
-        self, hidden: torch.Tensor, wanted: torch.Tensor, entropy: bool
-    ) -> tuple[torch.Tensor, Any]:
+    def _gathered(self, hidden: torch.Tensor, wanted: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, Any]:
         log_probs, entropies = [], []
         for part, tokens in zip(hidden.split(_CHUNK), wanted.split(_CHUNK), strict=True):
             logits = self._head(part) / self._temperature

@@ -56,7 +56,9 @@ def load_tokenizer(name: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(model_directory(name), local_files_only=True)
-    except (OSError, ValueError) as error:
+    except ConfigurationError:
+        raise
+    except Exception as error:  # files of any sort: a bad one raises KeyError, TypeError, ImportError, ...
         raise ConfigurationError(
             f"the tokenizer can't be loaded: {error}",
             found=name,
@@ -73,10 +75,10 @@ def load_model(name: str) -> Any:
 
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_directory(name), dtype=torch.float32, local_files_only=True
-        )
-    except (OSError, ValueError, RuntimeError) as error:
+        model = AutoModelForCausalLM.from_pretrained(model_directory(name), dtype=torch.float32, local_files_only=True)
+    except ConfigurationError:
+        raise
+    except Exception as error:  # files of any sort: a bad one raises KeyError, SafetensorError, ...
         raise ConfigurationError(
             f"the model can't be loaded: {error}",
             found=name,
@@ -240,7 +242,5 @@ def _unpermuted(name: str, array: Any, heads: int, kv_heads: int) -> torch.Tenso
     part = name.split(".")[2] if name.startswith("blk.") else ""
     if part in ("attn_q", "attn_k"):
         count = heads if part == "attn_q" else kv_heads
-        weight = (
-            weight.view(count, weight.shape[0] // count // 2, 2, -1).transpose(1, 2).reshape(weight.shape)
-        )
+        weight = weight.view(count, weight.shape[0] // count // 2, 2, -1).transpose(1, 2).reshape(weight.shape)
     return weight

@@ -96,9 +96,7 @@ class RolloutPool:
             for worker in self._workers:
                 if worker.ready and not worker.paused:
                     self._send(worker, ("pause", in_flight))
-            self._wait(
-                lambda: all(worker.paused for worker in self._workers), f"every worker to pause ({in_flight})"
-            )
+            self._wait(lambda: all(worker.paused for worker in self._workers), f"every worker to pause ({in_flight})")
             write()
             self.version, self.fingerprint = version, self._weights.fingerprint(self._dtype)
             self._phase = "applying"
@@ -257,9 +255,7 @@ class RolloutPool:
         worker.applied, worker.paused = version, False
 
     def _replace(self, worker: _Worker) -> None:
-        lost = [
-            pending.job.prompt.index for pending in self._pending.values() if pending.worker == worker.number
-        ]
+        lost = [pending.job.prompt.index for pending in self._pending.values() if pending.worker == worker.number]
         code = worker.process.exitcode
         if self._restarts_left == 0:
             self._fail(

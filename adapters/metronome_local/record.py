@@ -76,7 +76,13 @@ def period_record(
         "group_size": period.size,
         "prompts": period.prompts,
         "reward": _mean([reward for group in groups for reward in group.rewards]),
-        "exact": _mean([parts.task.accuracy(group.prompt, text) for group in groups for text in group.texts]),
+        "exact": _mean(
+            [
+                parts.task.accuracy(group.prompt, text, reward)
+                for group in groups
+                for text, reward in zip(group.texts, group.rewards, strict=True)
+            ]
+        ),
         "response_length": _mean(lengths),
         "response_length_max": max(lengths, default=0),
         "degenerate": _mean([float(degenerate(group.rewards)) for group in groups]),

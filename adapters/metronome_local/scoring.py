@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import threading
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +18,7 @@ class ScorerWarning(UserWarning):
 
 
 class Scorer:
-    """Fills ``group.texts`` and ``group.rewards``.
+    """Fills ``group.texts`` and ``group.rewards``; called from one thread at a time.
 
     A reward function that raises costs the sample that raised a zero and one counted warning; if every one of
     its first ``patience`` samples raises, or a reward isn't a finite number, the run stops.
@@ -27,14 +26,11 @@ class Scorer:
 
     def __init__(self, task: Task, tokenizer: Any, patience: int = 16) -> None:
         self._task, self._tokenizer, self._patience = task, tokenizer, patience
-        self._lock = threading.Lock()
         self.raised = self.scored = 0
 
     def score(self, group: Group) -> Group:
         """Decodes and scores; raises ConfigurationError for rewards that can't be used."""
-        texts = [
-            self._tokenizer.decode(rows[-1].response, skip_special_tokens=True) for rows in group.rollouts
-        ]
+        texts = [self._tokenizer.decode(rows[-1].response, skip_special_tokens=True) for rows in group.rollouts]
         group.texts = texts
         group.rewards = self._rewards([group.prompt] * len(texts), texts)
         return group
@@ -42,6 +38,7 @@ class Scorer:
     def _rewards(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[float]:
         try:
             rewards = self._task.rewards(prompts, texts)
+            self.scored += len(texts)
         except Exception:  # the user's function: find out which samples it raises on
             rewards = [self._alone(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
         if not isinstance(rewards, list | tuple) or len(rewards) != len(texts):
@@ -51,29 +48,16 @@ class Scorer:
                 where="task.reward",
                 remedy="return a list of floats",
             )
-        for reward, text in zip(rewards, texts, strict=True):
-            good = isinstance(reward, int | float) or hasattr(reward, "__float__")
-            if not good or not math.isfinite(float(reward)):
-                raise ConfigurationError(
-                    f"the reward of {text[:40]!r} isn't a finite number",
-                    found=reward,
-                    where="task.reward",
-                    remedy="return finite floats",
-                )
-        with self._lock:
-            self.scored += len(texts)
-        return [float(reward) for reward in rewards]
+        return [_finite(reward, text) for reward, text in zip(rewards, texts, strict=True)]
 
-    def _alone(self, prompt: Prompt, text: str) -> float:
+    def _alone(self, prompt: Prompt, text: str) -> Any:
         try:
-            rewards = self._task.rewards([prompt], [text])
-            return float(rewards[0])
+            reward = self._task.rewards([prompt], [text])[0]
+            self.scored += 1
+            return reward
         except Exception as error:
-            with self._lock:
-                self.raised += 1
-                hopeless = self.scored == 0 and self.raised >= self._patience
-                first = self.raised == 1
-            if hopeless:
+            self.raised += 1
+            if self.scored == 0 and self.raised >= self._patience:
                 raise ConfigurationError(
                     f"the reward function raised on each of the first {self.raised} samples: "
                     f"{type(error).__name__}: {error}",
@@ -81,7 +65,7 @@ class Scorer:
                     where="task.reward",
                     remedy="mend the function; the value found is the completion",
                 ) from error
-            if first:
+            if self.raised == 1:
                 warnings.warn(
                     f"the reward function raised {type(error).__name__}: {error}; the sample counts as 0 "
                     f"(counted in the metric reward_raised)",
@@ -89,6 +73,21 @@ class Scorer:
                     stacklevel=2,
                 )
             return 0.0
+
+
+def _finite(reward: Any, text: str) -> float:
+    try:
+        value = math.nan if isinstance(reward, str) else float(reward)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several values
+        value = math.nan
+    if not math.isfinite(value):
+        raise ConfigurationError(
+            f"the reward of {text[:40]!r} isn't a finite number",
+            found=reward,
+            where="task.reward",
+            remedy="return finite floats",
+        )
+    return value
 
 
 def advantages(rewards: Sequence[float], kind: str) -> list[float]:

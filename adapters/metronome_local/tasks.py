@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import re
 from collections.abc import Sequence
@@ -11,17 +12,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from metronome.errors import ConfigurationError
-from metronome_local.importing import function_at
+from metronome_local.importing import from_folder, function_at
 from metronome_local.recipe import Arithmetic, Dataset, ReasoningGym
 from metronome_local.rollouts import Prompt
 
 Messages = list[dict[str, str]]
+_NO_SYSTEM = {"role": "system", "content": ""}  # keeps templates from adding a system message of their own
 
 
 class Task(Protocol):
     """A source of prompts and the judge of completions."""
-
-    size: int | None  # prompts in all, None for an endless task
 
     def prompt(self, index: int) -> Prompt:
         """Training prompt ``index``; the same index always gives the same prompt."""
@@ -32,8 +32,8 @@ class Task(Protocol):
     def rewards(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Any]:
         """One reward a completion."""
 
-    def accuracy(self, prompt: Prompt, text: str) -> float:
-        """1.0 for an exactly right answer, 0.0 otherwise (data sets without a notion of it: the reward)."""
+    def accuracy(self, prompt: Prompt, text: str, reward: float) -> float:
+        """1.0 for an exactly right answer, 0.0 otherwise; ``reward`` where a task has no other notion of it."""
 
 
 def load_task(settings: Arithmetic | ReasoningGym | Dataset, tokenizer: Any, seed: int, base: Path) -> Task:
@@ -52,13 +52,23 @@ def encode(tokenizer: Any, content: str | Messages) -> tuple[int, ...]:
     if tokenizer.chat_template is None:
         text = "".join(f"{message['content']}\n" for message in content if message["content"])
         return tuple(tokenizer.encode(text))
-    text = tokenizer.apply_chat_template(content, add_generation_prompt=True, tokenize=False)
+    try:
+        text = tokenizer.apply_chat_template(content, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # templates refuse roles and orders each in its own way
+        if content[0] == _NO_SYSTEM:
+            return encode(tokenizer, content[1:])
+        raise ConfigurationError(
+            f"the tokenizer's chat template refuses these messages: {error}",
+            found=[message["role"] for message in content],
+            where="task",
+            remedy="roles in the order that the model's template wants, or prompts as text",
+        ) from error
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _chat(question: str, examples: Sequence[tuple[str, str]], system: str | None = "") -> Messages:
-    """A conversation with worked examples; an empty system message keeps templates from adding their own."""
-    messages: Messages = [] if system is None else [{"role": "system", "content": system}]
+    """A conversation with worked examples."""
+    messages: Messages = [] if system is None else [{**_NO_SYSTEM, "content": system}]
     for asked, answered in [*examples, (question, "")]:
         messages.append({"role": "user", "content": asked})
         if answered:
@@ -69,23 +79,22 @@ def _chat(question: str, examples: Sequence[tuple[str, str]], system: str | None
 class ArithmeticTask:
     """Sums with verifiable answers; a problem and its reorderings are held out together."""
 
-    size = None
-
     def __init__(self, settings: Arithmetic, tokenizer: Any, seed: int) -> None:
         self.settings, self.tokenizer, self.seed = settings, tokenizer, seed
         low, high = (1, 9) if settings.digits == 1 else (10 ** (settings.digits - 1), 10**settings.digits - 1)
         self._numbers = (low, high)
         rng = random.Random(f"held out {settings.digits} {settings.terms}")  # the same set for every seed
-        distinct = (high - low + 1) ** settings.terms
-        if distinct <= 10_000:
+        problems = math.comb(high - low + settings.terms, settings.terms)
+        most = problems // 2 if problems > 100 else problems - settings.shots - 2
+        if settings.held_out > most:
+            raise ConfigurationError(
+                f"the task has too few problems ({problems}) for this held-out set",
+                found=settings.held_out,
+                where="task.held_out",
+                remedy=f"at most {most}",
+            )
+        if (high - low + 1) ** settings.terms <= 10_000:
             every = list(itertools.combinations_with_replacement(range(low, high + 1), settings.terms))
-            if settings.held_out >= len(every) - 1:
-                raise ConfigurationError(
-                    "the task has too few problems for this held-out set",
-                    found=settings.held_out,
-                    where="task.held_out",
-                    remedy=f"at most {len(every) - 2}",
-                )
             self._held = set(rng.sample(every, settings.held_out))
         else:
             self._held = set()
@@ -132,14 +141,14 @@ class ArithmeticTask:
         return [self._reward(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
 
     def _reward(self, prompt: Prompt, text: str) -> float:
-        if self.accuracy(prompt, text):
+        if text.strip() == prompt.columns["answer"]:
             return 1.0
         if self.settings.reward == "exact" or not re.fullmatch(r"\d{1,12}", text.strip()):
             return 0.0
         answer = int(prompt.columns["answer"])
         return 0.1 + 0.4 * max(0.0, 1 - abs(int(text.strip()) - answer) / max(6.0, answer / 10))
 
-    def accuracy(self, prompt: Prompt, text: str) -> float:
+    def accuracy(self, prompt: Prompt, text: str, reward: float) -> float:
         """1.0 if the whole text is the sum."""
         return float(text.strip() == prompt.columns["answer"])
 
@@ -147,7 +156,6 @@ class ArithmeticTask:
 class ReasoningGymTask:
     """A reasoning-gym data set; its generator makes the prompts and its scorer the rewards."""
 
-    size = None
     _CHUNK = 512
 
     def __init__(self, settings: ReasoningGym, tokenizer: Any, seed: int) -> None:
@@ -177,13 +185,14 @@ class ReasoningGymTask:
         self.settings, self.tokenizer, self.seed = settings, tokenizer, seed
         self._create = reasoning_gym.create_dataset
         self._chunks: dict[int, Any] = {}
-        examples = self._dataset(0, settings.shots + settings.held_out)
+        entries = self._dataset(0, settings.shots + settings.held_out)
+        self._held = [entries[settings.shots + i] for i in range(settings.held_out)]
+        self._held_questions = {entry["question"] for entry in self._held}
         self._examples = [
             (settings.instruction + entry["question"], str(entry["answer"]))
-            for entry in (examples[i] for i in range(settings.shots))
+            for entry in (entries[i] for i in range(settings.shots))
+            if entry["question"] not in self._held_questions  # tasks with few questions repeat them
         ]
-        self._held = [examples[settings.shots + i] for i in range(settings.held_out)]
-        self._held_questions = {entry["question"] for entry in self._held}
 
     def _dataset(self, seed: int, size: int) -> Any:
         try:
@@ -202,14 +211,19 @@ class ReasoningGymTask:
 
     def prompt(self, index: int) -> Prompt:
         """Entry ``index`` of an endless list; a question of the held-out set is replaced by the next one."""
-        for offset in itertools.count():
+        for offset in range(1000):
             chunk, place = divmod(index + offset * 7919, self._CHUNK)
             if chunk not in self._chunks:
                 self._chunks = {chunk: self._dataset(1 + self.seed * 1_000_003 + chunk, self._CHUNK)}
             entry = self._chunks[chunk][place]
             if entry["question"] not in self._held_questions:
                 return self._prompt(index, entry)
-        raise AssertionError("unreachable")
+        raise ConfigurationError(
+            "nearly every question of this task is held out",
+            found=self.settings.name,
+            where="task.held_out",
+            remedy="a smaller held_out, or a task with more questions",
+        )
 
     def held_out(self) -> list[Prompt]:
         """The held-out entries."""
@@ -223,12 +237,9 @@ class ReasoningGymTask:
         """reasoning-gym's own score of the whole text, 0..1."""
         return [self._score(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
 
-    def accuracy(self, prompt: Prompt, text: str) -> float:
-        """1.0 if reasoning-gym gives the full score."""
-        try:
-            return float(self._score(prompt, text) >= 1.0)
-        except Exception:  # some of its scorers raise on answers they can't parse: not a right answer
-            return 0.0
+    def accuracy(self, prompt: Prompt, text: str, reward: float) -> float:
+        """1.0 if reasoning-gym gave the full score."""
+        return float(reward >= 1.0)
 
 
 class DatasetTask:
@@ -236,7 +247,7 @@ class DatasetTask:
 
     def __init__(self, settings: Dataset, tokenizer: Any, seed: int, base: Path) -> None:
         self.settings, self.tokenizer, self.seed = settings, tokenizer, seed
-        self._reward = function_at(_relative(settings.reward, base), "task.reward")
+        self._reward = function_at(from_folder(settings.reward, base), "task.reward")
         path = base / Path(settings.path).expanduser()
         records = _read(path)
         contents = [_content(record, place, settings.system) for place, record in enumerate(records)]
@@ -244,15 +255,15 @@ class DatasetTask:
         order = list(range(len(records)))
         random.Random("held out").shuffle(order)
         self._held, self._train = sorted(order[:count]), sorted(order[count:])
-        if not self._train:
+        for name in sorted({"prompts", "completions"}.intersection(*(records[:1]))):
             raise ConfigurationError(
-                "no prompts are left to train on",
-                found=len(records),
+                "a column has the name of an argument of the reward function",
+                found=name,
                 where=str(path),
-                remedy="a smaller held_out",
+                remedy="rename the column",
             )
         self._records, self._contents = records, contents
-        self.size = None
+        self._order: tuple[int, list[int]] = (-1, [])
 
     def _prompt(self, index: int, place: int) -> Prompt:
         columns = {key: value for key, value in self._records[place].items() if key != "prompt"}
@@ -262,9 +273,11 @@ class DatasetTask:
     def prompt(self, index: int) -> Prompt:
         """Record by epoch and place in that epoch's own order."""
         epoch, place = divmod(index, len(self._train))
-        order = list(self._train)
-        random.Random(f"{self.seed} {epoch}").shuffle(order)
-        return self._prompt(index, order[place])
+        if self._order[0] != epoch:
+            order = list(self._train)
+            random.Random(f"{self.seed} {epoch}").shuffle(order)
+            self._order = (epoch, order)
+        return self._prompt(index, self._order[1][place])
 
     def held_out(self) -> list[Prompt]:
         """The held-out records."""
@@ -275,20 +288,13 @@ class DatasetTask:
         names = sorted({name for prompt in prompts for name in prompt.columns})
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
         chat = isinstance(prompts[0].content, list)
-        completions: list[Any] = (
-            [[{"role": "assistant", "content": text}] for text in texts] if chat else list(texts)
-        )
+        completions: list[Any] = [[{"role": "assistant", "content": text}] for text in texts] if chat else list(texts)
         rewards: list[Any] = self._reward([prompt.content for prompt in prompts], completions, **columns)
         return rewards
 
-    def accuracy(self, prompt: Prompt, text: str) -> float:
+    def accuracy(self, prompt: Prompt, text: str, reward: float) -> float:
         """The reward: a file has no other notion of a right answer."""
-        return float(self.rewards([prompt], [text])[0])
-
-
-def _relative(path: str, base: Path) -> str:
-    module, _, name = path.rpartition(":")
-    return f"{base / module}:{name}" if module.endswith(".py") else path
+        return reward
 
 
 def _content(record: Any, place: int, system: str | None) -> str | Messages:
@@ -310,11 +316,18 @@ def _content(record: Any, place: int, system: str | None) -> str | Messages:
     )
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"the file can't be read: {error}", found=str(path), where="task.path", remedy="a JSONL file in UTF-8"
+        ) from error
+
+
 def _read(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
-        raise ConfigurationError(
-            "no such file", found=str(path), where="task.path", remedy="a JSONL or Parquet file"
-        )
+        raise ConfigurationError("no such file", found=str(path), where="task.path", remedy="a JSONL or Parquet file")
     records: list[dict[str, Any]] = []
     if path.suffix == ".parquet":
         import pyarrow
@@ -330,7 +343,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
                 remedy="a JSONL or Parquet file",
             ) from error
     else:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(_text(path).split("\n"), 1):
             if line.strip():
                 try:
                     records.append(json.loads(line))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from metronome.contracts import AttentionBackend, GroupStats, StepStats
+from metronome.contracts import AttentionBackend, GroupStats, RolloutSource, StepStats
 from metronome.errors import ConfigurationError, EqualityViolated, MetronomeError, WaitTimeout
 from metronome.periodic.stream import GroupStream, PeriodReport, Ticket
 from metronome.plugins import Selection
@@ -76,15 +76,18 @@ class Trainer:
         self.accuracies: list[tuple[int, float]] = []
         self.interrupted = False
         self._uninterruptible = False
-        self._alive = False
+        self._alive = self._started = False
         self._reward_threads = ThreadPoolExecutor(1, thread_name_prefix="metronome-reward")
-        self.stream: GroupStream[Prompt, Group] = GroupStream(
+        self.stream = self._stream()
+
+    def _stream(self) -> GroupStream[Prompt, Group]:
+        return GroupStream(
             self.source,
-            self._prompt_at,
-            self._generate,
+            self.prompt_at,
+            self.generate,
             lambda group: group.versions(),
-            timeout=parts.recipe.machine.timeout,
-            describe=parts.pool.describe,
+            timeout=self.recipe.machine.timeout,
+            describe=self.parts.pool.describe,
         )
 
     # --- the run --------------------------------------------------------------------------------
@@ -93,21 +96,35 @@ class Trainer:
         """Trains until ``training.periods``; SIGINT ends it with a checkpoint of the last whole period."""
         before = signal.signal(signal.SIGINT, self._on_sigint)
         try:
-            self._publish()
-            self._remember()
-            if self.period == 0:
-                self._evaluate()
+            self.start()
             while self.period < self.training.periods and not self.interrupted:
                 self.run_period()
         except Interrupted:
-            self.parts.progress.say(
-                "interrupted: the period in progress is given up, its prompts stay pending"
-            )
+            self.parts.progress.say("interrupted: the period in progress is given up, its prompts stay pending")
         finally:
             signal.signal(signal.SIGINT, before)
         folder = self.parts.checkpoints.save(self._boundary, self.parts)
         if self.interrupted:
             self.parts.progress.say(f"checkpoint {folder}; continue with --resume {folder.parent.parent}")
+
+    def start(self) -> None:
+        """Publishes the first weights and evaluates them, once."""
+        if self._started:
+            return
+        self._started = True
+        self.remember()  # before the workers are awaited: whoever interrupts that wait gets a checkpoint too
+        self.publish()
+        if self.period == 0:
+            self.evaluate()
+
+    def use(self, source: RolloutSource) -> None:
+        """Goes on with another rollout source, between two periods; prompts under way go out again."""
+        state = self.stream.state_dict() | {"source": source.state_dict()}
+        self.stream.close()
+        self.source = source
+        self.parts.gradient.on_policy = source.max_staleness == 0 and self._one_step
+        self.stream = self._stream()
+        self.stream.load_state_dict(state)
 
     def resume(self, state: dict[str, Any]) -> None:
         """Takes over a checkpoint's state; weights and optimiser are already loaded."""
@@ -132,19 +149,19 @@ class Trainer:
         self._audit(period)
         self._uninterruptible = True
         if self._one_step:
-            period.metrics |= self._step()
+            period.metrics |= self.step()
         period.clock.mark("stepped")
         self.period += 1
         self.version += 1
-        self._publish()
+        self.publish()
         period.clock.mark("published")
         control = self.controller.observe(self._stats(period, report))
         self._record(period, report, dict(control))
-        self._remember()
+        self.remember()
         self._uninterruptible = False
         every = self.recipe.evaluation.every
         if every and (self.period % every == 0 or self.period == self.training.periods):
-            self._evaluate()
+            self.evaluate()
         if self.recipe.checkpoints.every and self.period % self.recipe.checkpoints.every == 0:
             self.parts.checkpoints.save(self._boundary, self.parts)
 
@@ -201,7 +218,7 @@ class Trainer:
             gradient.begin(len(part) * period.size)
             for group in part:
                 gradient.add([group], period.version, number / len(parts))
-            metrics = gradient.finish() | self._step()
+            metrics = gradient.finish() | self.step()
         return metrics
 
     @property
@@ -215,11 +232,10 @@ class Trainer:
         the task is solved or hopeless.
         """
         last = period.first_index + self.training.refill_limit * period.prompts
-        return (
-            bool(self.training.dynamic_sampling) and degenerate(group.rewards) and group.prompt.index < last
-        )
+        return bool(self.training.dynamic_sampling) and degenerate(group.rewards) and group.prompt.index < last
 
-    def _step(self) -> dict[str, float]:
+    def step(self) -> dict[str, float]:
+        """Clips, steps optimiser and schedule; returns the norm. Raises MetronomeError if it isn't finite."""
         parts = self.parts
         self.parts.progress.phase(self.period, "optimiser step")
         norm = float(torch.nn.utils.clip_grad_norm_(parts.gradient.parameters, self.training.max_grad_norm))
@@ -238,13 +254,12 @@ class Trainer:
 
     _moved = False
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
+        """Publishes the weights as ``version``; raises EqualityViolated if a step left them as they were."""
         parts = self.parts
         parts.progress.phase(self.period, f"publishes version {self.version}")
         before = parts.pool.fingerprint
-        after = parts.pool.publish(
-            self.version, lambda: parts.weights.write(parts.model), self.training.in_flight
-        )
+        after = parts.pool.publish(self.version, lambda: parts.weights.write(parts.model), self.training.in_flight)
         if self._moved and before == after:
             raise EqualityViolated(
                 f"version {self.version} was published with the weights of the version before",
@@ -268,12 +283,12 @@ class Trainer:
             gradient.finish()
         difference = size = 0.0
         for parameter, ours in zip(gradient.parameters, streamed, strict=True):
-            theirs = parameter.grad
-            if ours is not None and theirs is not None:
-                difference += float((ours - theirs).double().square().sum())
-                size += float(theirs.double().square().sum())
+            zero = torch.zeros_like(parameter)
+            theirs = zero if parameter.grad is None else parameter.grad
+            difference += float(((zero if ours is None else ours) - theirs).double().square().sum())
+            size += float(theirs.double().square().sum())
             parameter.grad = ours
-        relative = (difference / size) ** 0.5 if size else 0.0
+        relative = (difference / (size or 1.0)) ** 0.5
         tolerance = self.source.audit_tolerance  # type: ignore[attr-defined]
         period.metrics["audit_difference"] = relative
         if not relative <= tolerance:
@@ -286,22 +301,24 @@ class Trainer:
 
     # --- rollouts -------------------------------------------------------------------------------
 
-    def _prompt_at(self, index: int) -> Prompt:
+    def prompt_at(self, index: int) -> Prompt:
+        """The task's prompt, refused if it is longer than the limit."""
         prompt = self.parts.task.prompt(index)
         limit = self.recipe.sampling.max_prompt_tokens
-        if len(prompt.ids) > limit:
+        if not 0 < len(prompt.ids) <= limit:
             raise ConfigurationError(
-                f"prompt {index} has more tokens than the limit",
+                f"prompt {index} is empty or has more tokens than the limit",
                 found=len(prompt.ids),
                 where="sampling.max_prompt_tokens",
-                remedy=f"raise the limit of {limit}, or shorten the prompt",
+                remedy=f"raise the limit of {limit}, or change the prompt",
             )
         return prompt
 
-    def _generate(self, ticket: Ticket[Prompt]) -> Future[Group]:
-        return self._scored(self.parts.pool.generate(ticket.prompt, self.controller.size()))
+    def generate(self, ticket: Ticket[Prompt]) -> Future[Group]:
+        """A scored group of the controller's size."""
+        return self.scored(self.parts.pool.generate(ticket.prompt, self.controller.size()))
 
-    def _scored(self, generated: Future[Group]) -> Future[Group]:
+    def scored(self, generated: Future[Group]) -> Future[Group]:
         """Scores in a thread of its own, so that a slow reward function doesn't hold up the training."""
         scored: Future[Group] = Future()
 
@@ -320,15 +337,16 @@ class Trainer:
         generated.add_done_callback(done)
         return scored
 
-    def _evaluate(self) -> None:
+    def evaluate(self) -> None:
+        """Greedy answers to the held-out prompts; nothing if ``evaluation.every`` is 0."""
         if not self.recipe.evaluation.every:
             return
         self.parts.progress.phase(self.period, "evaluates")
         prompts = self.parts.task.held_out()[: self.recipe.evaluation.max_prompts]
         if not prompts:
             return
-        futures = [self._scored(self.parts.pool.generate(prompt, 1, greedy=True)) for prompt in prompts]
-        done, late = wait_for(futures, timeout=self.recipe.machine.timeout)
+        futures = [self.scored(self.parts.pool.generate(prompt, 1, greedy=True)) for prompt in prompts]
+        late = wait_for(futures, timeout=self.recipe.machine.timeout).not_done
         if late:
             raise WaitTimeout(
                 f"waited {self.recipe.machine.timeout:g} s for {len(late)} of {len(futures)} held-out answers",
@@ -337,12 +355,11 @@ class Trainer:
                 remedy="raise machine.timeout, or lower evaluation.max_prompts",
             )
         groups = [future.result() for future in futures]
-        accuracy = sum(self.parts.task.accuracy(group.prompt, group.texts[0]) for group in groups) / len(
-            groups
-        )
+        right = [self.parts.task.accuracy(one.prompt, one.texts[0], one.rewards[0]) for one in groups]
+        accuracy = sum(right) / len(right)
         self.accuracies.append((self.period, accuracy))
         self.parts.progress.evaluation(self.period, accuracy, len(groups))
-        self._remember()
+        self.remember()
 
     # --- records and state ----------------------------------------------------------------------
 
@@ -362,6 +379,7 @@ class Trainer:
 
     def _record(self, period: Period, report: PeriodReport, control: dict[str, float]) -> None:
         record = period_record(period, report, control, self.parts, self.period)
+        record["group/explanation"] = self.controller.explain()
         self._prove_life(record)
         self.history.append(record)
         chosen = set(report.indices)
@@ -370,7 +388,7 @@ class Trainer:
             for group in period.generated
             if group.prompt.index in chosen
         ]
-        self.parts.progress.period(record, trained, self.controller.explain())
+        self.parts.progress.period(record, trained)
 
     def _prove_life(self, record: dict[str, Any]) -> None:
         """Stops the run if a selected hook did nothing in the first period that had something to train."""
@@ -395,7 +413,7 @@ class Trainer:
             )
         self._alive = True
 
-    def _remember(self) -> None:
+    def remember(self) -> None:
         """The state between two periods: what a checkpoint holds besides weights and optimiser."""
         self._boundary = {
             "period": self.period,

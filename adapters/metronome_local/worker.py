@@ -171,13 +171,14 @@ class _Worker:
     def _start(self, job: Job) -> None:
         active = self.active[job.id] = _Active(job, time.monotonic())
         for member in range(job.size):
-            active.members[member] = self.rollout(job.prompt, self.tokenizer)
             active.rngs[member] = random.Random(f"{self.config.seed} {job.prompt.index} {member}")
             self._advance(job.id, member, None)
 
     def _advance(self, identity: int, member: int, sampled: Any) -> None:
         active = self.active[identity]
         try:
+            if member not in active.members:
+                active.members[member] = self.rollout(active.job.prompt, self.tokenizer)
             request = active.members[member].send(sampled)
         except StopIteration as stop:
             active.rows[member] = self._checked(stop.value, active.job)
@@ -198,6 +199,13 @@ class _Worker:
     def _submit(self, active: _Active, member: int, request: Request) -> None:
         from metronome_local.engine import Continuation
 
+        if not isinstance(request, Request) or not request.ids:
+            raise ConfigurationError(
+                "the rollout function must yield a Request with at least one token of context",
+                found=request,
+                where=f"{self.config.sampling.rollout}, prompt index {active.job.prompt.index}",
+                remedy="sampled = yield Request(row.ids)",
+            )
         sampling, rng = self.config.sampling, active.rngs[member]
         limit = min(request.max_tokens or sampling.max_tokens, sampling.max_tokens)
         if sampling.fixed_lengths is not None and not active.job.greedy:
@@ -214,15 +222,12 @@ class _Worker:
         )
 
     def _checked(self, rows: Any, job: Job) -> list[Row]:
-        good = (
-            isinstance(rows, list) and rows and all(isinstance(row, Row) and any(row.trained) for row in rows)
-        )
-        if not good:
+        if not (isinstance(rows, list) and rows and all(_is_whole(row) for row in rows)):
             raise ConfigurationError(
-                "the rollout function must return rows that each hold at least one sampled token",
+                "the rollout function must return rows with a prompt and at least one sampled token each",
                 found=rows if not isinstance(rows, list) else f"{len(rows)} rows",
                 where=f"{self.config.sampling.rollout}, prompt index {job.prompt.index}",
-                remedy="return [row] with row.add_sampled(...)",
+                remedy="row = Row(list(prompt.ids)), row.add_sampled(sampled), return [row]",
             )
         return rows
 
@@ -237,3 +242,13 @@ class _Worker:
                 "waiting": len(self.waiting),
             }
             self.connection.send(("report", {**state, "tokens_per_second": speed}))
+
+
+def _is_whole(row: Any) -> bool:
+    """A prompt, a sampled token, and every list of the response of one length."""
+    return (
+        isinstance(row, Row)
+        and bool(row.prompt)
+        and any(row.trained)
+        and len({len(values) for values in (row.response, row.trained, row.log_probs, row.versions)}) == 1
+    )

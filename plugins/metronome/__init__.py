@@ -1,4 +1,4 @@
-"""Plug-ins that make language-model reinforcement learning faster inside the framework a team already runs."""
+"""Plug-ins that make language-model reinforcement learning faster inside the framework a team runs."""
 
 from metronome.hookspecs import hookimpl, hookspec
 

@@ -42,9 +42,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.
 def run(
     recipe: _Recipe,
     overrides: _Overrides = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Validate, print what would run, start nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate, print what would run, start nothing.")] = False,
     resume: Annotated[
         str | None,
         typer.Option(metavar="RUN_FOLDER", help="Go on from this run's last checkpoint."),

@@ -62,7 +62,7 @@ class Flow:
 class RunFacts:
     """What a host's run does, as far as a rollout source's promise depends on it (TECHNIQUES 1, (a)-(h)).
 
-    Adapters fill it from the host's own configuration; ``RolloutSource.check`` refuses what breaks the promise.
+    Adapters fill it from the host's own configuration; ``RolloutSource.check`` refuses what breaks it.
 
     Attributes:
         optimiser_steps: optimiser steps per period.
@@ -112,7 +112,7 @@ class RolloutSource(Protocol):
         """Whether the period's last group has been trained."""
 
     def check(self, facts: RunFacts) -> None:
-        """Raises ConfigurationError if ``facts`` break this source's promise, with the setting that mends it."""
+        """Raises ConfigurationError if ``facts`` break this source's promise, with what mends it."""
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state."""

@@ -33,9 +33,7 @@ def resolve_device(name: str = "auto", where: str = "device") -> Device:
     Raises ConfigurationError for an unknown name or a device that torch doesn't see.
     """
     if name != "auto" and name not in _DEVICES:
-        raise ConfigurationError(
-            "unknown device", found=name, where=where, remedy=nearest(name, ["auto", *_DEVICES])
-        )
+        raise ConfigurationError("unknown device", found=name, where=where, remedy=nearest(name, ["auto", *_DEVICES]))
     if name == "cpu":
         return _DEVICES["cpu"]
     import torch

@@ -147,9 +147,7 @@ def print_report(report: Mapping[str, Any]) -> None:
 
     versions = report["versions"]
     section("versions", [(name, found) for name, found in versions.items() if found])
-    section(
-        "hosts", [(host["name"], "ready" if host["ready"] else host["reason"]) for host in report["hosts"]]
-    )
+    section("hosts", [(host["name"], "ready" if host["ready"] else host["reason"]) for host in report["hosts"]])
     device = report["device"]
     if device["kind"] is None:
         section("device", [("none", device["reason"])])

@@ -1,4 +1,4 @@
-"""The four hooks. An implementation returns None for a name that isn't its own; docs/hooks.md describes each."""
+"""The four hooks. An implementation returns None for a name that isn't its own; see docs/hooks.md."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Discovery of plug-ins through the entry-point group ``metronome`` and resolution of a selection, once, at start."""
+"""Discovery of plug-ins through the entry-point group ``metronome``; resolution of a selection at start."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -62,14 +63,12 @@ def plugin_manager(environment: Mapping[str, str] | None = None) -> pluggy.Plugi
     environment = os.environ if environment is None else environment
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(hookspecs)
-    points = {point.name: point for point in entry_points(group=GROUP)}
+    points = _points()
     blocked = _names(environment.get("METRONOME_DISABLE_PLUGINS"))
     only = _names(environment.get("METRONOME_LOAD_PLUGINS"))
     for variable, names in (("METRONOME_DISABLE_PLUGINS", blocked), ("METRONOME_LOAD_PLUGINS", only)):
         for name in sorted(names - set(points)):
-            raise PluginError(
-                "no such plug-in", found=name, where=variable, remedy=nearest(name, points)
-            )
+            raise PluginError("no such plug-in", found=name, where=variable, remedy=nearest(name, points))
     for name, point in sorted(points.items()):
         if name in blocked or (only and name not in only):
             continue
@@ -93,8 +92,6 @@ def register(manager: pluggy.PluginManager, name: str, plugin: object, distribut
     _DISTRIBUTIONS[(id(manager), name)] = distribution
 
 
-
-
 def offers(manager: pluggy.PluginManager) -> list[Offered]:
     """What every loaded plug-in's ``describe`` offers, in the order of hooks and names."""
     found = []
@@ -102,12 +99,12 @@ def offers(manager: pluggy.PluginManager) -> list[Offered]:
         name = implementation.plugin_name
         distribution = _DISTRIBUTIONS.get((id(manager), name), "unknown")
         offered = _guarded(name, distribution, "describe", implementation.function)
-        if not all(isinstance(offer, Offer) for offer in offered or ()):
+        if not _is_offers(offered):
             raise PluginError(
                 f"describe of plug-in {name!r} must return a list of metronome.contracts.Offer",
                 found=offered,
                 where=distribution,
-                remedy="return [Offer(hook, name, summary)]",
+                remedy=f"return [Offer(hook, name, summary)] with a hook of {', '.join(SELECTORS.values())}",
             )
         found += [Offered(offer, name, distribution) for offer in offered or ()]
     hooks = list(SELECTORS.values())
@@ -130,9 +127,7 @@ def resolve(settings: Settings, device: Device, seed: int, manager: pluggy.Plugi
     objects = {}
     for selector, hook in SELECTORS.items():
         name = getattr(settings, selector)
-        objects[selector] = _one(
-            manager, every, selector, hook, name, settings.options_of(name), extra.get(hook, {})
-        )
+        objects[selector] = _one(manager, every, selector, hook, name, settings.options_of(name), extra.get(hook, {}))
     return Selection(**objects)
 
 
@@ -163,10 +158,9 @@ def _one(
             remedy=f"METRONOME_DISABLE_PLUGINS={owners[-1].plugin}",
         )
     owner = owners[0]
-    call = getattr(manager.hook, hook)
-    built = _guarded(
-        owner.plugin, owner.distribution, hook, lambda: call(name=name, settings=options, **extra)
-    )
+    others = [plugin for other, plugin in manager.list_name_plugin() if other != owner.plugin]
+    call = manager.subset_hook_caller(hook, remove_plugins=others)  # a greedy plug-in displaces nobody
+    built = _guarded(owner.plugin, owner.distribution, hook, lambda: call(name=name, settings=options, **extra))
     contract = _CONTRACTS[hook]
     if not isinstance(built, contract):
         raise PluginError(
@@ -191,6 +185,28 @@ def _guarded(name: str, distribution: str, hook: str, call: Callable[[], Any]) -
         ) from error
 
 
+def _points() -> dict[str, EntryPoint]:
+    points: dict[str, EntryPoint] = {}
+    for point in entry_points(group=GROUP):
+        if point.name in points:
+            raise PluginError(
+                "two distributions register a plug-in of one name: "
+                f"{_distribution(points[point.name])} and {_distribution(point)}",
+                found=point.name,
+                where=f"the entry-point group {GROUP}",
+                remedy="uninstall one of them",
+            )
+        points[point.name] = point
+    return points
+
+
+def _is_offers(offered: object) -> bool:
+    return offered is None or (
+        isinstance(offered, (list, tuple))
+        and all(isinstance(offer, Offer) and offer.hook in SELECTORS.values() for offer in offered)
+    )
+
+
 def _load(point: EntryPoint) -> object:
     try:
         return point.load()
@@ -212,8 +228,12 @@ def _names(value: str | None) -> set[str]:
 
 
 def _print_call(hook: str, _implementations: object, arguments: Mapping[str, Any]) -> None:
-    print(f"metronome: {hook}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})")
+    print(
+        f"metronome: {hook}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})",
+        file=sys.stderr,
+    )
 
 
 def _print_result(outcome: Any, hook: str, _implementations: object, _arguments: object) -> None:
-    print(f"metronome: {hook} -> {outcome.get_result() if outcome.exception is None else outcome.exception!r}")
+    result = outcome.get_result() if outcome.exception is None else repr(outcome.exception)
+    print(f"metronome: {hook} -> {result}", file=sys.stderr)

@@ -23,14 +23,10 @@ HOSTS = "metronome.hosts"
 class Host(Protocol):
     """What a host's module offers to the command line."""
 
-    def run(
-        self, recipe: dict[str, Any], *, where: str, output: str | None, resume: str | None, dry_run: bool
-    ) -> int:
+    def run(self, recipe: dict[str, Any], *, where: str, output: str | None, resume: str | None, dry_run: bool) -> int:
         """Validates ``recipe`` and runs it; returns the exit code. ``where`` names the recipe in errors."""
 
-    def compare(
-        self, recipe: dict[str, Any], vary: tuple[str, list[str]], *, where: str, output: str | None
-    ) -> int:
+    def compare(self, recipe: dict[str, Any], vary: tuple[str, list[str]], *, where: str, output: str | None) -> int:
         """Runs the same work once per value of the key ``vary[0]``; returns the exit code."""
 
 
@@ -140,9 +136,7 @@ def host_of(recipe: Mapping[str, Any], where: str) -> str:
             remedy=f"host: {next(iter(known), 'local')}",
         )
     if name not in known:
-        raise ConfigurationError(
-            "no such host", found=name, where=f"{where}: host", remedy=nearest(name, known)
-        )
+        raise ConfigurationError("no such host", found=name, where=f"{where}: host", remedy=nearest(name, known))
     return name
 
 

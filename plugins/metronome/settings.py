@@ -1,4 +1,4 @@
-"""The keys of the ``metronome:`` block: four selectors, and options under the selected plug-ins' own names."""
+"""The keys of the ``metronome:`` block: four selectors, and options under the selected plug-ins' names."""
 
 from __future__ import annotations
 

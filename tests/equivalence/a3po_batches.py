@@ -16,9 +16,7 @@ from metronome.contracts import LossBatch, TokenLoss
 LOW, HIGH, CAP = 0.2, 0.3, 5.0
 QUICK = settings(deadline=None, max_examples=60)
 LOG_W = st.floats(-4, 4)
-TOKENS = st.lists(
-    st.tuples(LOG_W, st.floats(-3, 3), st.sampled_from([0, 1, 2, 3, 4, 8, -1])), min_size=1, max_size=12
-)
+TOKENS = st.lists(st.tuples(LOG_W, st.floats(-3, 3), st.sampled_from([0, 1, 2, 3, 4, 8, -1])), min_size=1, max_size=12)
 
 
 def make_batch(log_w, advantages, staleness, *, behavior=-1.5, fraction=0.0, **more) -> LossBatch:

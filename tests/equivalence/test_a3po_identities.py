@@ -207,8 +207,7 @@ def test_truncation_gives_min_of_w_and_cap_times_w_to_the_alpha(tokens):
 def test_truncation_differs_from_no_cap_and_from_the_mask():
     batch = make_batch([math.log(50.0)], [-1.0], 2)
     truncated, free, masked = (
-        gradient(a3po(**options), batch).item()
-        for options in ({"cap": CAP, "cap_mode": "truncate"}, {}, {"cap": CAP})
+        gradient(a3po(**options), batch).item() for options in ({"cap": CAP, "cap_mode": "truncate"}, {}, {"cap": CAP})
     )
     assert masked == 0
     assert truncated == pytest.approx(CAP * math.sqrt(50.0))

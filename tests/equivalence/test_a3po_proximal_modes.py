@@ -157,9 +157,7 @@ def test_reuse_isnt_loglinear_and_a_forgotten_proximal_is_seen():
     kept = reuse(first).proximal_log_probs
     moved = make_batch([1.2], [1.0], 2)
     forgotten = gradient(reuse, moved).item()
-    assert (
-        abs(gradient(reuse, make_batch([1.2], [1.0], 2, proximal_log_probs=kept)).item() - forgotten) > 1e-3
-    )
+    assert abs(gradient(reuse, make_batch([1.2], [1.0], 2, proximal_log_probs=kept)).item() - forgotten) > 1e-3
 
 
 @QUICK

@@ -150,9 +150,7 @@ def test_groups_filtered_without_refill_and_spread_over_ranks_give_the_same_grad
         rows = [row for index in mine for row in group_of(index)]
         weights = normalizer.row_weights([row.trained for row in rows])
         zero = sum(param.sum() for param in net.parameters()) * 0.0  # an idle rank's zero loss
-        losses = [
-            weight * sum(token_losses(net, row)).sum() for weight, row in zip(weights, rows, strict=True)
-        ]
+        losses = [weight * sum(token_losses(net, row)).sum() for weight, row in zip(weights, rows, strict=True)]
         (zero + sum(losses)).backward()
         total, counts = total + gradient(net), counts + normalizer.counts
     got = total * normalizer.final_factor(counts)
@@ -176,9 +174,7 @@ def test_leaving_out_the_final_factor_is_seen():
     net = model()
     normalizer = StreamingNormalizer("token-mean", expected_rows=BATCH * ROWS, max_tokens=LONGEST)
     weights = normalizer.row_weights([row.trained for row in rows])
-    sum(
-        weight * sum(token_losses(net, row)).sum() for weight, row in zip(weights, rows, strict=True)
-    ).backward()
+    sum(weight * sum(token_losses(net, row)).sum() for weight, row in zip(weights, rows, strict=True)).backward()
     assert difference(gradient(net), synchronous_gradient("token-mean", sorted(indices))) > 1e-3
 
 

@@ -93,9 +93,7 @@ def test_any_plan_gives_the_attention_of_separate_rows(
 def test_the_cascade_holds_at_lengths_of_several_kernel_blocks(window):
     plan = SharedPromptPlan.build([(700, [65, 130, 65]), (30, [200, 1])], 1300)
     inputs = tensors(plan)
-    ours = outcome(
-        lambda q, k, v, s: CascadeBackend().attend(q, k, v, plan, 0.4, window=window, sinks=s), inputs, plan
-    )
+    ours = outcome(lambda q, k, v, s: CascadeBackend().attend(q, k, v, plan, 0.4, window=window, sinks=s), inputs, plan)
     theirs = outcome(lambda q, k, v, s: separate_rows(q, k, v, plan, 0.4, window, s), inputs, plan)
     assert distance(ours, theirs) < TOLERANCE
 

@@ -18,6 +18,7 @@ from metronome.shared_prompt.options import SharedPromptOptions  # noqa: E402
 from metronome.shared_prompt.plan import SharedPromptPlan  # noqa: E402
 from metronome.shared_prompt.reference import ReferenceBackend  # noqa: E402
 from metronome.shared_prompt.select import SharedPromptAttention  # noqa: E402
+from metronome.shared_prompt.selfcheck import check_log_probs  # noqa: E402
 
 VOCABULARY, PROMPT, LENGTHS = 97, 30, (9, 5, 0, 14, 1, 9)
 TINY = {
@@ -85,8 +86,7 @@ def gradients(model, log_probs):
 def relative(found, wanted):
     assert found.keys() == wanted.keys()
     return max(
-        ((found[name] - wanted[name]).abs().max() / wanted[name].abs().max().clamp_min(1e-12)).item()
-        for name in wanted
+        ((found[name] - wanted[name]).abs().max() / wanted[name].abs().max().clamp_min(1e-12)).item() for name in wanted
     )
 
 
@@ -121,9 +121,7 @@ def test_several_groups_in_a_row_equal_their_separate_rows():
     model = build("qwen2")
     groups = [group((4, 7), 9, 1), group((3,), 12, 2), group((0, 5, 5), 8, 3)]
     wanted = torch.cat([separate(model, *one) for one in groups])
-    plan = SharedPromptPlan.build(
-        [(len(prompt), [len(r) for r in responses]) for prompt, responses in groups]
-    )
+    plan = SharedPromptPlan.build([(len(prompt), [len(r) for r in responses]) for prompt, responses in groups])
     ids = torch.cat([token for prompt, responses in groups for token in (prompt, *responses)])
     found, _ = attach(model, SharedPromptAttention()).log_probs(ids, plan)
     assert (found - wanted).abs().max() < 1e-12
@@ -155,18 +153,14 @@ def test_blocks_of_label_rows_change_neither_values_nor_gradients(monkeypatch):
     whole_gradients = gradients(model, whole[0] + whole[1])
     monkeypatch.setattr("metronome.shared_prompt.logits._BLOCK_BYTES", 5 * VOCABULARY * 8)
     blocks = shared.log_probs(ids, plan, entropy=True)
-    assert all(
-        torch.allclose(one, other, rtol=0, atol=1e-14) for one, other in zip(whole, blocks, strict=True)
-    )
+    assert all(torch.allclose(one, other, rtol=0, atol=1e-14) for one, other in zip(whole, blocks, strict=True))
     assert relative(gradients(model, blocks[0] + blocks[1]), whole_gradients) < 1e-12
 
 
 def test_a_row_of_empty_responses_has_no_log_probs_and_a_backward_pass():
     model = build("llama")
     shared = attach(model, CascadeBackend())
-    found, entropies = shared.log_probs(
-        group(())[0], SharedPromptPlan.build([(PROMPT, [0, 0])]), entropy=True
-    )
+    found, entropies = shared.log_probs(group(())[0], SharedPromptPlan.build([(PROMPT, [0, 0])]), entropy=True)
     assert found.shape == entropies.shape == (0,)
     found.sum().backward()
 
@@ -237,6 +231,18 @@ def test_autocast_computes_attention_in_half_precision_and_passes_the_check(kind
     assert 1e-5 < (found - exact).abs().max() < 0.1
 
 
+def test_the_half_precision_tolerance_still_sees_a_prompt_that_is_lost():
+    model = build("llama", torch.bfloat16)
+    prompt, responses = group()
+    wanted = separate(model, prompt, responses)
+    ids = torch.cat([prompt, *responses])
+    found, _ = attach(model, CascadeBackend()).log_probs(ids, SharedPromptPlan.build([(PROMPT, LENGTHS)]))
+    check_log_probs(found, wanted, torch.bfloat16, None)
+    lost = separate(model, prompt[-1:], responses)
+    with pytest.raises(EqualityViolated):
+        check_log_probs(lost, wanted, torch.bfloat16, None)
+
+
 def test_rows_without_a_layout_go_through_unchanged_and_detach_restores():
     model = build("mistral")
     prompt, _ = group()
@@ -270,9 +276,7 @@ def test_sinks_and_windows_of_gpt_oss_equal_separate_rows():
     plan, ids = SharedPromptPlan.build([(PROMPT, LENGTHS)]), torch.cat([prompt, *responses])
     found, _ = shared.log_probs(ids, plan)
     assert (found - wanted).abs().max() < 1e-4  # float32: its expert kernels take no float64
-    assert (
-        separate(model, prompt, responses) - wanted
-    ).abs().max() < 1e-4  # rows without a layout keep sinks
+    assert (separate(model, prompt, responses) - wanted).abs().max() < 1e-4  # rows without a layout keep sinks
 
 
 def test_positions_that_do_not_restart_and_a_plain_mask_are_caught_as_different():
@@ -311,9 +315,7 @@ class Faulty(CascadeBackend):
         return super().attend(q, k, v, plan, scale, window=window, sinks=sinks)
 
 
-@pytest.mark.parametrize(
-    "fault", ["drops the mask", "ignores the window", "loses a gradient", "truncates long rows"]
-)
+@pytest.mark.parametrize("fault", ["drops the mask", "ignores the window", "loses a gradient", "truncates long rows"])
 def test_the_first_use_check_stops_a_faulty_backend(fault):
     model = build("mistral")
     prompt, responses = group()

@@ -94,9 +94,7 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_run_hands_the_recipe_to_its_host(installed: Any, recipe: str) -> None:
     host = use(installed)
-    assert (
-        main(["run", recipe, "lr=2e-5", "--dry-run", "a.b=c", "--output", "there", "--resume", "here"]) == 0
-    )
+    assert main(["run", recipe, "lr=2e-5", "--dry-run", "a.b=c", "--output", "there", "--resume", "here"]) == 0
     expected = {"where": recipe, "output": "there", "resume": "here", "dry_run": True}
     assert host.calls == [("run", {"host": "example", "lr": 2e-5, "a": {"b": "c"}}, expected)]
 
@@ -155,9 +153,7 @@ def test_ctrl_c_is_one_line_and_130(installed: Any, recipe: str, capsys: pytest.
     assert error_line(capsys) == "metronome: error: interrupted\n"
 
 
-@pytest.mark.parametrize(
-    "fault", [ZeroDivisionError("a bug"), EOFError("a bug"), BrokenPipeError(32, "a bug")]
-)
+@pytest.mark.parametrize("fault", [ZeroDivisionError("a bug"), EOFError("a bug"), BrokenPipeError(32, "a bug")])
 def test_a_fault_shows_its_traceback(installed: Any, recipe: str, fault: Exception) -> None:
     use(installed, fault)
     with pytest.raises(type(fault)):
@@ -222,9 +218,7 @@ def test_the_arguments_default_to_the_process_s(
     assert "metronome" in capsys.readouterr().out
 
 
-def test_plugins_lists_hook_name_owner_summary_and_options(
-    installed: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plugins_lists_hook_name_owner_summary_and_options(installed: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plugins"]) == 0
     text = capsys.readouterr().out
     for part in (
@@ -249,9 +243,7 @@ def test_plugins_lists_hook_name_owner_summary_and_options(
     ]
 
 
-def test_a_plugin_that_raises_at_import_is_one_line_and_2(
-    installed: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plugin_that_raises_at_import_is_one_line_and_2(installed: Any, capsys: pytest.CaptureFixture[str]) -> None:
     installed["metronome"].append(Point("bad", RuntimeError("broken")))
     assert main(["plugins"]) == 2
     assert "plug-in 'bad' raised at import: RuntimeError: broken" in error_line(capsys)
@@ -261,9 +253,7 @@ def report(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_doctor_reports_versions_hosts_device_and_plugins(
-    installed: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_reports_versions_hosts_device_and_plugins(installed: Any, capsys: pytest.CaptureFixture[str]) -> None:
     missing = ModuleNotFoundError("No module named 'verl'", name="verl")
     installed["metronome.hosts"] = [Point("example", Host()), Point("other", missing, "metronome-rl")]
     assert main(["doctor", "--json"]) == 0
@@ -311,17 +301,13 @@ def test_doctor_names_plugins_that_the_environment_disables(
     assert found["environment"] == {"METRONOME_DISABLE_PLUGINS": "bad"}
 
 
-def test_doctor_reports_two_plugins_that_offer_one_name(
-    installed: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_reports_two_plugins_that_offer_one_name(installed: Any, capsys: pytest.CaptureFixture[str]) -> None:
     installed["metronome"].append(Point("two", plugin()))
     assert main(["doctor", "--json"]) == 2
     assert "'one' and 'two' offer the same policy_loss 'plain'" in report(capsys)["problems"][0]
 
 
-def test_doctor_reports_a_host_that_raises_at_import(
-    installed: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_reports_a_host_that_raises_at_import(installed: Any, capsys: pytest.CaptureFixture[str]) -> None:
     installed["metronome.hosts"] = [Point("example", ValueError("broken"))]
     assert main(["doctor", "--json"]) == 2
     assert "the host 'example' raised at import: ValueError: broken" in report(capsys)["problems"][0]

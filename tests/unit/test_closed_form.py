@@ -25,9 +25,7 @@ def simulate(groups, step, publish):
 @settings(deadline=None, max_examples=200)
 def test_the_closed_form_is_what_a_serial_trainer_takes(groups, step, publish):
     arrivals, work = [one[0] for one in groups], [one[1] for one in groups]
-    assert periodic_seconds(arrivals, work, step, publish) == pytest.approx(
-        simulate(groups, step, publish), rel=1e-12
-    )
+    assert periodic_seconds(arrivals, work, step, publish) == pytest.approx(simulate(groups, step, publish), rel=1e-12)
     last = max(arrivals, default=0.0)
     all_at_once = [(last, one) for one in work]
     assert synchronous_seconds(arrivals, work, step, publish) == pytest.approx(

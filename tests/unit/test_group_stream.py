@@ -108,9 +108,7 @@ def test_every_period_trains_the_same_set_whatever_the_order_and_the_filter(run)
     trained = []
     for source, seed in zip((Synchronous(), Periodic()), run["orders"], strict=True):
         workers = Workers(source, rank=shuffled(seed), total=run["total"])
-        reports = [
-            workers.period(version, run["batch"], run["unwanted"]) for version in range(run["periods"])
-        ]
+        reports = [workers.period(version, run["batch"], run["unwanted"]) for version in range(run["periods"])]
         trained.append([set(report.indices) for report in reports])
         every = [index for report in reports for index in report.indices]
         assert len(every) == len(set(every)), "an index was trained twice"
@@ -192,6 +190,7 @@ def test_filtering_twice_or_after_the_period_is_refused():
     workers.stream.open_period(0, 1)
     first = next(workers.arrivals())
     workers.stream.filter(first)
+    assert list(workers.out) == [1], "the refill goes out at once, not when the next group is asked for"
     with pytest.raises(MetronomeError, match="once"):
         workers.stream.filter(first)
     second = next(workers.arrivals())
@@ -257,6 +256,17 @@ def test_a_prompt_that_never_comes_back_right_ends_in_an_error_not_in_a_loop(why
         next(workers.stream.arrivals())
     assert [ticket.attempt for ticket in workers.sent] == list(range(RETRIES))
     assert workers.stream.flow().running == 0
+
+
+def test_retries_are_counted_within_one_period():
+    workers = Workers(Bounded(1))
+    for version in range(3):
+        workers.stream.open_period(version, 1)
+        for _ in range(RETRIES - 1):
+            workers.finish(0, error=Aborted("published"))
+        workers.finish(version + 1)
+        assert len(list(workers.stream.arrivals())) == 1
+        assert workers.stream.close_period().aborted == RETRIES - 1
 
 
 def test_futures_that_are_done_at_once_neither_recurse_nor_spin():
@@ -525,7 +535,10 @@ def test_state_is_refused_inside_a_period_and_on_a_used_stream():
         workers.stream.state_dict()
     list(workers.arrivals())
     workers.stream.close_period()
-    assert workers.stream.state_dict()["pending"] == [1]
+    assert workers.stream.state_dict()["pending"] == [1]  # running
+    workers.finish(1)
+    assert workers.stream.flow().queued == 1
+    assert workers.stream.state_dict()["pending"] == [1]  # finished and waiting
     with pytest.raises(MetronomeError, match="only a new stream"):
         workers.stream.load_state_dict(fresh)
 

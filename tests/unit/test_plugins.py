@@ -90,11 +90,7 @@ def make_plugin(
 
     @hookimpl(specname="describe")
     def offer() -> Any:
-        return (
-            [Offer(hook, name, "a test's") for hook in HOOKS for name in names]
-            if describe is None
-            else describe()
-        )
+        return [Offer(hook, name, "a test's") for hook in HOOKS for name in names] if describe is None else describe()
 
     for function in (rollout_source, policy_loss, attention, group_controller, offer):
         setattr(module, function.__name__, function)
@@ -142,9 +138,7 @@ def test_a_selection_is_resolved_to_the_four_plain_objects(install: Any) -> None
     install(
         Point(
             "one",
-            make_plugin(
-                "plain", build=lambda hook, _, options: seen.update({hook: options}) or PLAIN[hook]()
-            ),
+            make_plugin("plain", build=lambda hook, _, options: seen.update({hook: options}) or PLAIN[hook]()),
         )
     )
     selection = resolve(settings_for(), CPU, 7, plugin_manager())
@@ -232,9 +226,7 @@ def test_a_plugin_that_answers_for_every_name_displaces_nobody(install: Any) -> 
 
 
 def test_a_plugin_s_own_configuration_error_goes_through_unchanged(install: Any) -> None:
-    wrong = ConfigurationError(
-        "cap must be positive", found=-1, where="metronome.plain.cap", remedy="cap: 5.0"
-    )
+    wrong = ConfigurationError("cap must be positive", found=-1, where="metronome.plain.cap", remedy="cap: 5.0")
 
     def build(hook: str, _: str, __: Mapping[str, Any]) -> object:
         raise wrong

@@ -87,9 +87,7 @@ def test_a_control_character_is_refused(tmp_path: Path) -> None:
     assert "not valid YAML" in refused(load_recipe, write(tmp_path, "host: lo\x07cal"))
 
 
-@pytest.mark.parametrize(
-    ("text", "found"), [("", "an empty file"), ("- host", "list"), ("host", "str"), ("3", "int")]
-)
+@pytest.mark.parametrize(("text", "found"), [("", "an empty file"), ("- host", "list"), ("host", "str"), ("3", "int")])
 def test_a_recipe_that_is_no_mapping_is_refused(tmp_path: Path, text: str, found: str) -> None:
     message = refused(load_recipe, write(tmp_path, text))
     assert f"a recipe must be a mapping; found '{found}'" in message
@@ -139,9 +137,7 @@ def test_a_missing_host_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_host_that_is_no_name_is_refused(tmp_path: Path) -> None:
-    assert "a recipe must name its host; found ['local']" in refused(
-        load_recipe, write(tmp_path, "host: [local]")
-    )
+    assert "a recipe must name its host; found ['local']" in refused(load_recipe, write(tmp_path, "host: [local]"))
 
 
 def test_an_unknown_host_is_refused_with_the_nearest_one(tmp_path: Path) -> None:

@@ -43,9 +43,7 @@ def test_synchronous_releases_nothing_before_the_whole_batch_is_there():
     assert source.release(Flow(0, 4, running=1, queued=3)) == 0
     assert source.release(Flow(0, 4, queued=4)) == 4
     assert source.release(Flow(0, 4, queued=2, trained=2)) == 2
-    assert (
-        source.release(Flow(0, 4, running=1, queued=1, trained=2)) == 0
-    )  # one was filtered: wait for its refill
+    assert source.release(Flow(0, 4, running=1, queued=1, trained=2)) == 0  # one was filtered: wait for its refill
     assert source.release(Flow(0, 3, queued=3)) == 3  # the prompts ran out: a shorter batch
 
 
@@ -193,9 +191,7 @@ def test_bad_options_are_refused_with_place_and_remedy(name, options, place, rem
 
 
 def test_options_reach_the_source():
-    source = rollout_source(
-        name="periodic", settings={"strict": False, "audit_every": 3, "audit_tolerance": 1e-6}
-    )
+    source = rollout_source(name="periodic", settings={"strict": False, "audit_every": 3, "audit_tolerance": 1e-6})
     assert (source.strict, source.audit_every, source.audit_tolerance) == (False, 3, 1e-6)
     assert rollout_source(name="bounded", settings={"max_staleness": 5}).max_staleness == 5
 

@@ -379,9 +379,7 @@ def test_a_state_of_other_sizes_is_refused_and_leaves_the_controller_as_it_was()
     with pytest.raises(ConfigurationError, match="lacks a, b"):
         controller.load_state_dict({"size": 8})
     with pytest.raises(ConfigurationError, match="can't be read"):
-        controller.load_state_dict(
-            {**before, "index": 0, "lambda": 3.0, "random": {"bit_generator": "other"}}
-        )
+        controller.load_state_dict({**before, "index": 0, "lambda": 3.0, "random": {"bit_generator": "other"}})
     assert controller.state_dict() == before
 
 

@@ -151,9 +151,7 @@ def test_a_missing_option_is_named() -> None:
 
 
 def test_a_validator_s_remedy_is_shown() -> None:
-    assert "found -1; in metronome.example.cap; to mend: set cap above 0" in refused_options(
-        {"mode": "m", "cap": -1}
-    )
+    assert "found -1; in metronome.example.cap; to mend: set cap above 0" in refused_options({"mode": "m", "cap": -1})
 
 
 def test_option_names_that_are_no_strings_are_refused() -> None:

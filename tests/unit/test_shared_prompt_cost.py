@@ -1,7 +1,9 @@
 """The theory of shared prompts, against the figures of the table and a count by hand."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -48,3 +50,13 @@ def test_theory_and_plugin_need_no_torch():
         "from metronome.shared_prompt import plugin; plugin.describe(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_table_in_the_documentation_is_what_the_formulas_give():
+    text = (Path(__file__).parents[2] / "docs/techniques/shared_prompt.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", text, flags=re.MULTILINE)
+    assert len(rows) >= 4
+    for prompt, response, count, attention, tokens in rows:
+        lengths = [int(response)] * int(count)
+        assert f"{attention_ratio(int(prompt), lengths):.2f}" == attention
+        assert f"{token_ratio(int(prompt), lengths):.2f}" == tokens

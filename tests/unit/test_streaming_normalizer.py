@@ -43,9 +43,7 @@ ROWS = st.lists(st.lists(st.floats(-4, 4), max_size=LONGEST), max_size=10)
 )
 @settings(deadline=None, max_examples=200)
 def test_any_split_over_micro_batches_and_ranks_gives_the_formula(rows, mode, expected, split, ranks):
-    normalizers = [
-        StreamingNormalizer(mode, expected_rows=expected, max_tokens=LONGEST) for _ in range(ranks)
-    ]
+    normalizers = [StreamingNormalizer(mode, expected_rows=expected, max_tokens=LONGEST) for _ in range(ranks)]
     parts = []
     for start in range(0, len(rows), split):
         micro = rows[start : start + split]

@@ -13,9 +13,7 @@ from metronome.a3po.surrogate import clipped_surrogate
 from metronome.contracts import LossBatch, TokenLoss
 from metronome.errors import VersionMismatch
 
-_RECOMPUTE = (
-    "let the adapter run the extra forward pass (needs_proximal_forward), or set a3po.proximal: loglinear"
-)
+_RECOMPUTE = "let the adapter run the extra forward pass (needs_proximal_forward), or set a3po.proximal: loglinear"
 
 
 class A3po:
@@ -58,9 +56,7 @@ class A3po:
         if options.strict:
             tally.refuse(inputs.staleness < UNKNOWN, partial(_future, inputs.staleness))
         target = inputs.log_probs()
-        behavior = inputs.need(
-            "behavior_log_probs", "pass the log-probs that the rollout engine sampled with"
-        )
+        behavior = inputs.need("behavior_log_probs", "pass the log-probs that the rollout engine sampled with")
         advantages = inputs.need("advantages", "pass one advantage per token")
         proximal = self._proximal(inputs, target, behavior)
 
@@ -70,9 +66,7 @@ class A3po:
         divergence = torch.expm1(drift) - drift
         inputs.forbid_overflow(ratio, weight, divergence)
 
-        surrogate = clipped_surrogate(
-            ratio, advantages, options.clip_low, options.clip_high, options.dual_clip
-        )
+        surrogate = clipped_surrogate(ratio, advantages, options.clip_low, options.clip_high, options.dual_clip)
         applied, capped = self._cap(weight)
         trained = mask & ~capped if options.cap_mode == "mask" else mask
         loss = torch.where(trained, -applied * surrogate.objective, 0.0)

@@ -44,9 +44,7 @@ class Ppo:
         drift = target - anchor
         ratio = torch.exp(drift)
         inputs.forbid_overflow(ratio)
-        surrogate = clipped_surrogate(
-            ratio, advantages, options.clip_low, options.clip_high, options.dual_clip
-        )
+        surrogate = clipped_surrogate(ratio, advantages, options.clip_low, options.clip_high, options.dual_clip)
         loss = torch.where(inputs.mask, -surrogate.objective, 0.0)
 
         tally = inputs.tally

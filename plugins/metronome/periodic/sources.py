@@ -60,8 +60,7 @@ class _OneVersion(_Source):
         _require_versions(versions, self.name)
         if any(version != training_version for version in versions):
             raise VersionMismatch(
-                f"{self.name} trains version {training_version} but the group was sampled at "
-                f"{_listed(versions)}",
+                f"{self.name} trains version {training_version} but the group was sampled at {_listed(versions)}",
                 found=sorted(set(versions)),
                 where="the group's version stamps",
                 remedy="publish to every worker before the period opens and stamp a group after the worker's "

@@ -102,9 +102,9 @@ class GroupStream(Generic[PromptT, GroupT]):
     def arrivals(self) -> Iterator[Arrival[PromptT, GroupT]]:
         """Yields groups in order of arrival, until the period is complete or prompts run out.
 
-        Errors of a future, ``prompt_at``, ``generate`` or ``versions_of`` are raised here as they are, a wrong
-        version as VersionMismatch, a silent wait as WaitTimeout. The slot of a failed group has been given
-        back and its prompt is pending, so calling ``arrivals()`` again sends it out again.
+        Errors of a future, ``prompt_at``, ``generate`` or ``versions_of`` are raised here as they are, a
+        wrong version as VersionMismatch, a silent wait as WaitTimeout. The slot of a failed group has been
+        given back and its prompt is pending, so calling ``arrivals()`` again sends it out again.
         """
         while (arrival := self._take()) is not None:
             yield arrival
@@ -138,9 +138,7 @@ class GroupStream(Generic[PromptT, GroupT]):
                 raise self._failures.popleft()
             flow = self.flow()
             if not self._source.period_complete(flow):
-                raise MetronomeError(
-                    "the period isn't complete", found=flow, remedy="train until arrivals() ends"
-                )
+                raise MetronomeError("the period isn't complete", found=flow, remedy="train until arrivals() ends")
             if not self._source.spans_versions and (self._ledger.running or self._queued):
                 raise MetronomeError(
                     f"groups of {self._source.name} may not span versions, yet some are under way",
@@ -408,9 +406,7 @@ class GroupStream(Generic[PromptT, GroupT]):
 
     def _require_not_closed(self) -> None:
         if self._closed:
-            raise MetronomeError(
-                "the group stream has been closed", remedy="make a new stream and load its state"
-            )
+            raise MetronomeError("the group stream has been closed", remedy="make a new stream and load its state")
 
     def _require_open(self) -> None:
         self._require_not_closed()

@@ -92,9 +92,7 @@ class TwoAccumulators:
         Raises MetronomeError for an unknown kind.
         """
         if kind not in self._sums:
-            raise MetronomeError(
-                "unknown gradient accumulator", found=kind, remedy=f"one of {', '.join(self._sums)}"
-            )
+            raise MetronomeError("unknown gradient accumulator", found=kind, remedy=f"one of {', '.join(self._sums)}")
         self._taken[kind] += 1
         sums = self._sums[kind]
         for place, param in enumerate(self._params):
@@ -117,9 +115,7 @@ class TwoAccumulators:
         Raises MetronomeError if ``std`` isn't positive or a micro-batch lacks one of its two backward passes.
         """
         if not std > 0.0:
-            raise MetronomeError(
-                "advantages can't be whitened by this deviation", found=std, remedy="eps above 0"
-            )
+            raise MetronomeError("advantages can't be whitened by this deviation", found=std, remedy="eps above 0")
         if self._taken["advantage"] != self._taken["unit"]:
             raise MetronomeError(
                 "each micro-batch needs one backward with its advantages and one with ones",

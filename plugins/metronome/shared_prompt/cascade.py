@@ -84,9 +84,7 @@ class CascadeBackend:
         return torch.cat(parts)
 
 
-def _joined(
-    q: Tensor, k: Tensor, v: Tensor, groups: tuple[Group, ...], scale: float, sinks: Tensor | None
-) -> Tensor:
+def _joined(q: Tensor, k: Tensor, v: Tensor, groups: tuple[Group, ...], scale: float, sinks: Tensor | None) -> Tensor:
     """The cascade over tokens that begin with ``groups[0]``; zeros widen heads where D and Dv differ."""
     width, value_width = q.shape[-1], v.shape[-1]
     if width < value_width:
@@ -143,9 +141,7 @@ class _Cascade(torch.autograd.Function):
         return dq, dk, dv, dsinks, None, None
 
 
-def _group_forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group: Group, scale: float
-) -> None:
+def _group_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group: Group, scale: float) -> None:
     """Fills ``out [L,H,D]`` and ``lse [L,H]`` of one group."""
     prompt, kv_heads = group.prompt.length, k.shape[1]
     k_prompt, v_prompt = _heads(k[:prompt]), _heads(v[:prompt])

@@ -59,9 +59,7 @@ class SharedPromptModel:
         calls: attention calls made through shared rows so far (proof of life).
     """
 
-    def __init__(
-        self, base: Any, config: Any, backend: AttentionBackend, options: SharedPromptOptions | None
-    ) -> None:
+    def __init__(self, base: Any, config: Any, backend: AttentionBackend, options: SharedPromptOptions | None) -> None:
         self.backend = backend
         self.calls = 0
         self._base, self._config = base, config
@@ -155,17 +153,19 @@ class SharedPromptModel:
     def _first_use(self, input_ids: Tensor, plan: SharedPromptPlan) -> None:
         if self._checked or not self._options.self_check:
             return
-        first, group = plan.alone(0), plan.groups[0]
+        number = next((n for n, group in enumerate(plan.groups) if group.buckets), None)
+        if number is None:
+            return  # nothing to compare yet
+        group, alone = plan.groups[number], plan.alone(number)
         ids = input_ids[group.prompt.start : group.end]
         with torch.no_grad():
-            hidden, layers = self._forward(ids, first)
+            hidden, layers = self._forward(ids, alone)
             for layer in dict.fromkeys(layers):
                 check_attention(self.backend, plan, layer, input_ids.device)
-            if first.response_tokens:
-                shared = self._log_probs(hidden, ids, first, 1.0, False)[0]
-                with self._separately():
-                    rows, picked = self._separate_rows(ids, first)
-                check_log_probs(shared[picked], rows, layers[0].dtype, self._options.self_check_tolerance)
+            shared = self._log_probs(hidden, ids, alone, 1.0, False)[0]
+            with self._separately():
+                rows, picked = self._separate_rows(ids, alone)
+        check_log_probs(shared[picked], rows, layers[0].dtype, self._options.self_check_tolerance)
         self._checked = True
 
     def _separate_rows(self, ids: Tensor, plan: SharedPromptPlan) -> tuple[Tensor, Tensor]:
@@ -203,9 +203,7 @@ class SharedPromptModel:
         self._base.set_attn_implementation(implementation)
         self._attached = self._base.config._attn_implementation == NAME
         if implementation == NAME and not self._attached:
-            raise _refused(
-                self._base, "it doesn't take a registered attention implementation", "attention: host"
-            )
+            raise _refused(self._base, "it doesn't take a registered attention implementation", "attention: host")
 
 
 def _refused(base: Any, reason: str, remedy: str) -> ConfigurationError:

@@ -91,9 +91,7 @@ def attention_forward(
     if reason is not None:
         raise _refused(f"attention backend {call.backend.name!r} can't serve this layer: {reason}", module)
     call.layers.append(
-        Signature(
-            q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, scale, sliding_window, s_aux is not None
-        )
+        Signature(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, scale, sliding_window, s_aux is not None)
     )
     with torch.autocast(kind, enabled=False):
         out = call.backend.attend(q, k, v, call.plan, scale, window=sliding_window, sinks=s_aux)
@@ -114,9 +112,9 @@ def _ordinary(
     if sinks is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        out: Tensor = sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scale, **others
-        )[0]
+        out: Tensor = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scale, **others)[
+            0
+        ]
         return out
     if mask is None:  # sdpa's convention: causal from the upper left, except for a single query
         ones = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)

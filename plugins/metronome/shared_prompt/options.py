@@ -15,9 +15,9 @@ class SharedPromptOptions(Options):
     Attributes:
         backend: ``auto`` takes the cascade where it can and the dense reference elsewhere.
         self_check: compare with the reference, and with separate rows, at the first use and its real lengths.
-        self_check_tolerance: largest difference of a response token's log-prob that passes (their mean may
-            reach a tenth of it); None: 1e-6 in float64, 1e-3 in float32, 0.5 in half precision, where logits
-            near 20 are an eighth apart.
+        self_check_tolerance: largest difference of a response token's log-prob, relative to ``1 + |log p|``, that
+            passes (their mean may reach a tenth of it); None: 1e-6 in float64, 1e-3 in float32, 0.5 in half
+            precision.
     """
 
     backend: Literal["auto", "reference", "cascade"] = "auto"

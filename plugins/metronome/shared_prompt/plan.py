@@ -216,9 +216,7 @@ def _padding(used: int, pad_to: int | None) -> Segment | None:
 def _check(groups: Sequence[tuple[int, Sequence[int]]]) -> None:
     where = "SharedPromptPlan.build(groups)"
     if not groups:
-        raise ConfigurationError(
-            "a plan needs at least one group", where=where, remedy="[(prompt_len, lens)]"
-        )
+        raise ConfigurationError("a plan needs at least one group", where=where, remedy="[(prompt_len, lens)]")
     for number, (prompt_len, response_lens) in enumerate(groups):
         place = f"{where}, group {number}"
         if prompt_len < 1:

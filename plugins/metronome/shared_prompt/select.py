@@ -21,9 +21,7 @@ def kernel_calls(plan: SharedPromptPlan) -> int:
     return sum(1 + bool(group.buckets) + len(group.buckets) for group in plan.groups)
 
 
-def choose(
-    wanted: str, need: AttentionNeed, plan: SharedPromptPlan | None = None
-) -> tuple[AttentionBackend, str]:
+def choose(wanted: str, need: AttentionNeed, plan: SharedPromptPlan | None = None) -> tuple[AttentionBackend, str]:
     """The backend for ``need``, and a sentence why.
 
     Args:
@@ -50,9 +48,7 @@ def choose(
             return _BACKENDS["reference"], (
                 f"reference: {plan.tokens} tokens are too few for {kernel_calls(plan)} kernel calls to pay"
             )
-        banded = (
-            ", banded arithmetic where a window is shorter than prompt and response" if need.window else ""
-        )
+        banded = ", banded arithmetic where a window is shorter than prompt and response" if need.window else ""
         return _BACKENDS["cascade"], f"cascade: flash kernel a part, joined by log-sum-exp{banded}"
     fallback = _BACKENDS["reference"].supports(need)
     if fallback is not None:

@@ -66,29 +66,30 @@ def check_attention(
             raise _violated(backend, f"{name} is missing", None, plan, layer)
         difference = ((one.double() - other).abs().max() / other.abs().max().clamp_min(1e-30)).item()
         if not difference <= tolerance:  # a NaN is a difference too
-            raise _violated(
-                backend, f"{name} differs, relative to its largest value", difference, plan, layer
-            )
+            raise _violated(backend, f"{name} differs, relative to its largest value", difference, plan, layer)
 
 
 def check_log_probs(shared: Tensor, separate: Tensor, dtype: torch.dtype, tolerance: float | None) -> None:
     """Holds the model's log-probs from the shared row against those from separate rows.
 
+    Compared is ``|a - b| / (1 + |b|)``: the rounding of logits grows with their size, and an unlikely token's
+    log-prob in half precision is uncertain by tenths.
+
     Args:
         shared, separate: ``[N]``, nats.
         dtype: the model's, which sets the default tolerance.
-        tolerance: largest difference that passes, and ten times the mean that passes; None: by dtype.
+        tolerance: largest relative difference that passes, and ten times the mean that passes; None: by dtype.
 
     Raises EqualityViolated with both figures and the first token that is off.
     """
     if tolerance is None:
         tolerance = _LOG_PROB_TOLERANCE.get(dtype, _LOG_PROB_TOLERANCE_HALF)
-    difference = (shared.double() - separate.double()).abs()
+    difference = (shared.double() - separate.double()).abs() / (1 + separate.double().abs())
     largest, mean = difference.max().item(), difference.mean().item()
     if not (largest <= tolerance and mean <= tolerance / 10):
         place = int((~(difference <= tolerance)).nonzero()[0]) if not largest <= tolerance else 0
         raise EqualityViolated(
-            "log-probs from the shared row differ from those of separate rows",
+            "log-probs from the shared row differ from those of separate rows, relative to 1 + |log p|",
             found=f"largest {largest:.2e}, mean {mean:.2e}, tolerance {tolerance:.0e}, token {place} first",
             where="first use of attention: shared_prompt",
             remedy="attention: host; for mere rounding, raise metronome.shared_prompt.self_check_tolerance",

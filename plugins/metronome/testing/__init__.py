@@ -1,0 +1,1 @@
+"""Contract tests: functions that a third party calls on its own plug-in's objects."""

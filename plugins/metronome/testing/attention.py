@@ -59,9 +59,7 @@ def check_attention_backend(
     for dtype in dtypes:
         for value_dim in value_dims:
             for window, sinks in ((None, False), (4, False), (64, False), (None, True), (4, True)):
-                need = AttentionNeed(
-                    device, dtype, head_dim, value_dim, 6, 2, window=window is not None, sinks=sinks
-                )
+                need = AttentionNeed(device, dtype, head_dim, value_dim, 6, 2, window=window is not None, sinks=sinks)
                 if backend.supports(need) is not None:
                     continue
                 tried += 1
@@ -134,9 +132,7 @@ def _check_case(
         sinks = leaves[3] if need.sinks else None
         q, k, v = leaves[:3]
         out = backend.attend(q, k, v, plan, scale, window=window, sinks=sinks)
-        assert out.shape == weights.shape, (
-            f"{case}: the output is {tuple(out.shape)}, not {tuple(weights.shape)}"
-        )
+        assert out.shape == weights.shape, f"{case}: the output is {tuple(out.shape)}, not {tuple(weights.shape)}"
         assert out.dtype == dtype, f"{case}: the output is {out.dtype}"
         assert bool(torch.isfinite(out).all()), f"{case}: the output isn't finite"
         gradients = torch.autograd.grad(out, leaves, weights, allow_unused=True)

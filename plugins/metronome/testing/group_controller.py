@@ -13,9 +13,7 @@ _BUDGETS = (1, 2, 7, 16, 64, 100, 128, 1000, 1024)
 _MULTIPLES = (1, 2, 3, 8)
 
 
-def check_group_controller(
-    controller: GroupController, make: Callable[[], GroupController] | None = None
-) -> None:
+def check_group_controller(controller: GroupController, make: Callable[[], GroupController] | None = None) -> None:
     """Holds ``controller`` to its contract; raises AssertionError with a sentence for the first breach.
 
     Checked: 2 <= size() <= largest() at every step; size() changes in observe() only; prompts() is a
@@ -128,9 +126,7 @@ def _check_prompts(controller: GroupController) -> None:
             last = count
 
 
-def _check_round_trip(
-    controller: GroupController, make: Callable[[], GroupController] | None, seen: list[int]
-) -> None:
+def _check_round_trip(controller: GroupController, make: Callable[[], GroupController] | None, seen: list[int]) -> None:
     saved = _frozen(controller)
     first = _decisions(controller, list(seen))
     other = controller if make is None else make()

@@ -169,9 +169,7 @@ def _check_split(loss: PolicyLoss, batch: LossBatch) -> None:
             adds = math.isclose(sums, total, rel_tol=1e-9, abs_tol=1e-12) and counts == count
             assert adds, f"metric {name!r} must add: sums and counts of the parts equal the whole's"
         for name, value in whole.maxima.items():
-            largest = max(
-                (result.maxima[name] for result, _ in results if name in result.maxima), default=None
-            )
+            largest = max((result.maxima[name] for result, _ in results if name in result.maxima), default=None)
             assert largest == value, f"maximum {name!r} must be the largest of the parts' maxima"
 
 

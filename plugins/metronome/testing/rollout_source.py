@@ -37,9 +37,7 @@ def _check_attributes(source: RolloutSource) -> None:
     assert isinstance(source.max_staleness, int), "max_staleness is an integer"
     assert source.max_staleness >= 0, "max_staleness isn't negative"
     assert isinstance(source.spans_versions, bool), "spans_versions is a bool"
-    assert source.spans_versions or source.max_staleness == 0, (
-        "a source with max_staleness above 0 spans versions"
-    )
+    assert source.spans_versions or source.max_staleness == 0, "a source with max_staleness above 0 spans versions"
 
 
 def _flows(max_staleness: int) -> Iterator[Flow]:
