@@ -11,7 +11,7 @@ ENVIRONMENT := requirements/environment.sh
 LOCAL_PARTS := requirements/local.txt requirements/local-nodeps.txt .
 TEST_PARTS := $(LOCAL_PARTS) requirements/dev.txt tests/thirdparty
 
-DEMO := $(LOCAL)/bin/metronome run recipes/local/demo.yaml
+DEMO := $(LOCAL)/bin/python -m metronome_local.demo recipes/local/demo.yaml
 # One benchmark a line, program and arguments; each writes its committed JSON.
 define BENCHMARKS
 benchmarks/proximal.py --model smollm2 --out benchmarks/proximal.json

@@ -311,6 +311,26 @@ def _refuse_impossible(recipe: Recipe, selection: Selection) -> None:
             where="model.trained_layers",
             remedy="remove one of them",
         )
+    if getattr(selection.rollout_source, "audit_every", 0):
+        _refuse_audit(recipe, selection.rollout_source.audit_tolerance)  # type: ignore[attr-defined]
+
+
+def _refuse_audit(recipe: Recipe, tolerance: float) -> None:
+    where = "metronome.periodic.audit_every"
+    if recipe.training.mini_batches * recipe.training.epochs > 1:
+        raise ConfigurationError(
+            "an audit compares the one gradient of a period, and this recipe makes several steps",
+            found=recipe.training.mini_batches * recipe.training.epochs,
+            where=where,
+            remedy="training.mini_batches: 1 and training.epochs: 1, or audit_every: 0",
+        )
+    if recipe.model.dtype != "float32" and tolerance < 0.01:
+        raise ConfigurationError(
+            f"in {recipe.model.dtype} rounding alone makes gradients differ by more than the audit's tolerance",
+            found=tolerance,
+            where=where,
+            remedy="audit_tolerance: 0.1 (a wrong mask differs by more), or model.dtype: float32",
+        )
 
 
 def _refuse_dropout(model: Any) -> None:

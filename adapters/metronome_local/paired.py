@@ -111,7 +111,10 @@ def _measure(trainer: Trainer, source: RolloutSource, prompts: int, size: int, f
     rollouts = {}
     started = time.monotonic()
     stream.open_period(trainer.version, prompts)
-    for arrival in stream.arrivals():
+    arrivals = stream.arrivals()
+    if source.name == "synchronous":  # everything is there before the first group is trained
+        arrivals = iter(sorted(arrivals, key=lambda arrival: arrival.ticket.index))
+    for arrival in arrivals:
         taken = time.monotonic()
         group = arrival.group
         values = advantages(group.rewards, trainer.training.advantage or "group-std")

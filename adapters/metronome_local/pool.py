@@ -231,15 +231,18 @@ class RolloutPool:
         elif kind == "applied":
             self._applied(worker, *rest)
         elif kind == "aborted":
-            pending = self._pending.pop(rest[0])
-            self._resolved.append((pending.future, Aborted()))
+            given_back = self._pending.pop(rest[0], None)
+            if given_back is not None:
+                self._resolved.append((given_back.future, Aborted()))
         elif kind == "bye":
             worker.peak_memory = rest[0]
         elif kind == "error":
             self._fail(rest[0])
 
     def _finish(self, worker: _Worker, identity: int, rollouts: Any, start: float, end: float) -> None:
-        pending = self._pending.pop(identity)
+        pending = self._pending.pop(identity, None)
+        if pending is None:  # it had been given up: another worker's error has ended the run
+            return
         group = Group(pending.job.prompt, pending.job.size, rollouts, pending.dispatched, end, worker.number)
         self._resolved.append((pending.future, group))
 
@@ -269,13 +272,25 @@ class RolloutPool:
             return
         self._restarts_left -= 1
         self.restarts += 1
+        try:
+            replacement = self._spawn(worker.number)
+        except Exception as error:  # no memory, no process ids: an error of this thread would be lost
+            self._fail(
+                WorkerFailed(
+                    f"rollout worker {worker.number} died and can't be replaced: {type(error).__name__}: {error}",
+                    found=f"exit code {code}, running prompt indices {lost}",
+                    where="machine.workers",
+                    remedy="free memory or processes, then --resume",
+                )
+            )
+            return
         worker.connection.close()
-        self._workers[worker.number] = self._spawn(worker.number)
+        self._workers[worker.number] = replacement
 
     def _fail(self, error: MetronomeError) -> None:
-        self._failed = error
+        self._failed = self._failed or error  # the first one is the reason
         pending, self._pending = self._pending, {}
-        self._resolved += [(one.future, error) for one in pending.values()]
+        self._resolved += [(one.future, self._failed) for one in pending.values()]
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self._timeout

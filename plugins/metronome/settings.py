@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -139,10 +139,22 @@ def configuration_error(error: ValidationError, model: type[BaseModel], where: s
 
 
 def _fields_at(model: type[BaseModel], path: list[str]) -> set[str]:
+    """The fields of the model at ``path``, through optional blocks and tagged unions."""
+    models = [model]
     for part in path:
-        field = model.model_fields.get(part)
-        inner = field.annotation if field else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return set()
-        model = inner
-    return set(model.model_fields)
+        fields = [one.model_fields[part] for one in models if part in one.model_fields]
+        if fields:
+            models = [inner for field in fields for inner in _models_in(field.annotation)]
+        else:
+            models = [one for one in models if part in _tags(one)]
+    return {name for one in models for name in one.model_fields}
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in _models_in(inner)]
+
+
+def _tags(model: type[BaseModel]) -> set[Any]:
+    return {tag for field in model.model_fields.values() for tag in get_args(field.annotation)}

@@ -15,7 +15,8 @@ import pytest
 
 from metronome.contracts import GroupStats, StepStats
 from metronome.sagc.budget import prompts
-from metronome.sagc.controller import SagcController, SagcOptions
+from metronome.sagc.controller import SagcController
+from metronome.sagc.options import SagcOptions
 
 SIZES = (4, 8, 16)
 STEPS, PROMPTS, SIGMA, TAU = 4000, 8, 0.5, 2.0

@@ -8,8 +8,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import tiny_local  # noqa: E402
-import torch  # noqa: E402
+import tiny_local
+import torch
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,12 +5,12 @@ import random
 import pytest
 import tiny_local
 import torch
-from metronome_local.engine import Continuation
-from metronome_local.logprobs import SeparateLogProbs, SharedPromptLogProbs
-from metronome_local.rollouts import Prompt, Request, Row, Sampled, calculator
 
 from metronome.errors import ConfigurationError
 from metronome.shared_prompt.select import SharedPromptAttention
+from metronome_local.engine import Continuation
+from metronome_local.logprobs import SeparateLogProbs, SharedPromptLogProbs
+from metronome_local.rollouts import Prompt, Row, Sampled, calculator
 
 TOKENIZER = tiny_local.tokenizer()
 PROMPTS = [tuple(TOKENIZER.encode(text)) for text in ("say one two three", "count?", "u:9 + 3 =\na:")]
@@ -203,7 +203,7 @@ def test_after_new_weights_the_rest_is_sampled_from_them_alone(kind):
     assert difference(renewed=False) > 1e-2
 
 
-def converse(rollout, prompt, texts, version=2):
+def converse(rollout, texts, version=2):
     asked = []
     try:
         request = next(rollout)
@@ -218,7 +218,7 @@ def converse(rollout, prompt, texts, version=2):
 
 def test_a_tools_tokens_stand_in_the_context_and_out_of_the_loss():
     prompt = Prompt(0, PROMPTS[1], "count?")
-    rows, asked = converse(calculator(prompt, TOKENIZER), prompt, ["<calc>2 * 21</calc>", "42!"])
+    rows, asked = converse(calculator(prompt, TOKENIZER), ["<calc>2 * 21</calc>", "42!"])
     (row,) = rows
     spoken, result, answer = (TOKENIZER.encode(text) for text in ("<calc>2 * 21</calc>", " = 42\n", "42!"))
     assert row.response == spoken + result + answer
@@ -233,31 +233,22 @@ def test_a_tools_tokens_stand_in_the_context_and_out_of_the_loss():
     [("7/2", "3.5"), ("1/0", "error"), ("2**9", "error"), ("(1+2)*-3", "-9"), ("((", "error")],
 )
 def test_the_calculator_answers_arithmetic_and_nothing_else(call, answer):
-    rows, _ = converse(calculator(Prompt(0, PROMPTS[1], ""), TOKENIZER), None, [f"<calc>{call}</calc>", "."])
+    rows, _ = converse(calculator(Prompt(0, PROMPTS[1], ""), TOKENIZER), [f"<calc>{call}</calc>", "."])
     assert f"</calc> = {answer}\n." in TOKENIZER.decode(rows[0].response)
 
 
 def test_a_conversation_through_the_engine_has_the_log_probs_of_its_whole_context():
     made = tiny_local.model()
     running, rng = tiny_local.engine(made), random.Random(1)
-    row, tool = None, TOKENIZER.encode(" = 42\n")
-
-    def talk(prompt):
-        nonlocal row
-        row = Row(list(prompt))
-        row.add_sampled((yield Request(row.ids)))
-        row.add_tool(tool)
-        row.add_sampled((yield Request(row.ids)))
-
-    rollout = talk(PROMPTS[0])
-    request = next(rollout)
-    with pytest.raises(StopIteration):
-        while True:
-            running.submit(Continuation("only", tuple(request.ids), 5, rng))
-            found = []
-            while not found:
-                found = running.step()
-            request = rollout.send(found[0][1])
+    row, tool = Row(list(PROMPTS[0])), TOKENIZER.encode(" = 42\n")
+    for turn in range(2):
+        running.submit(Continuation((0, turn), tuple(row.ids), 5, rng))
+        found = []
+        while not found:
+            found = running.step()
+        row.add_sampled(found[0][1])
+        if turn == 0:
+            row.add_tool(tool)
     values, _ = log_probs_of(made, True)([[row]])
     gap = (values - torch.tensor(row.log_probs)).abs()[torch.tensor(row.trained)]
     assert len(gap) == 10

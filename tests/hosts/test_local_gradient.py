@@ -12,11 +12,6 @@ import tiny_local
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from metronome_local.gradient import Gradient, Reference, TrainGroup
-from metronome_local.logprobs import SeparateLogProbs, SharedPromptLogProbs
-from metronome_local.recipe import Lora, Model, Training
-from metronome_local.rollouts import Row
-from metronome_local.trainer import Period, Trainer
 
 from metronome.a3po.loss import A3po
 from metronome.a3po.options import A3poOptions, PpoOptions
@@ -29,6 +24,11 @@ from metronome.shared_prompt.options import SharedPromptOptions
 from metronome.shared_prompt.plan import SharedPromptPlan
 from metronome.shared_prompt.reference import ReferenceBackend
 from metronome.shared_prompt.select import SharedPromptAttention
+from metronome_local.gradient import Gradient, Reference, TrainGroup
+from metronome_local.logprobs import SeparateLogProbs, SharedPromptLogProbs
+from metronome_local.recipe import Lora, Model, Training
+from metronome_local.rollouts import Row
+from metronome_local.trainer import Period, Trainer
 
 VERSION, LONGEST, TEMPERATURE = 5, 12, 0.8
 
@@ -358,7 +358,7 @@ def audited(backend=None, spoil=lambda gradient: None):
         audit_attention=ReferenceBackend(),
     )
     period = Period(VERSION, 4, 4, 0, None, trained=[groups[2], groups[0], groups[3], groups[1]])
-    streamed, _ = accumulate(gradient, [[one] for one in period.trained])
+    accumulate(gradient, [[one] for one in period.trained])
     spoil(gradient)
     before = flat(gradient)
     Trainer(parts)._audit(period)

@@ -5,6 +5,7 @@ import random
 
 import torch
 import transformers
+
 from metronome_local.engine import Continuation, Engine
 from metronome_local.rollouts import Row
 
@@ -72,7 +73,7 @@ def save(folder, seed=0):
     model(seed=seed).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     (folder / "rewards.py").write_text(REWARDS)
-    words = [f"{a}{b}?" for a in "count name say tell draw".split() for b in (" one", " two", " all", "")]
+    words = [f"{a}{b}?" for a in ("count", "name", "say", "tell", "draw") for b in (" one", " two", " all", "")]
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": word}) + "\n" for word in words))
     return folder
 

@@ -4,8 +4,9 @@ from hypothesis import strategies as st
 
 from metronome.errors import ConfigurationError
 from metronome.sagc.budget import prompts
-from metronome.sagc.controller import SagcController, SagcOptions
+from metronome.sagc.controller import SagcController
 from metronome.sagc.fixed import Fixed, FixedOptions
+from metronome.sagc.options import SagcOptions
 
 
 @pytest.mark.parametrize("size, count", [(4, 32), (8, 16), (16, 8)])

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from metronome.contracts import GroupController, GroupStats, StepStats
 from metronome.errors import ConfigurationError
-from metronome.sagc.controller import SagcController, SagcOptions, utility
+from metronome.sagc.controller import SagcController
 from metronome.sagc.fixed import Fixed, FixedOptions
+from metronome.sagc.options import SagcOptions, utility
 from metronome.sagc.plugin import describe, group_controller
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from metronome.contracts import GroupController, Offer
 from metronome.hookspecs import hookimpl
-from metronome.sagc.controller import SagcController, SagcOptions
+from metronome.sagc.controller import SagcController
 from metronome.sagc.fixed import Fixed, FixedOptions
+from metronome.sagc.options import SagcOptions
 from metronome.settings import parse_options
 
 
