@@ -143,7 +143,7 @@ RECIPE = [
     Case("override without =", ("key=value", "'training.periods'"), arguments=("training.periods",)),
     Case("unknown section", ("unknown key", "'trainig'", "use 'training'"), {"trainig": {}}),
     Case("unknown nested key", ("unknown key", "'promts'", "use 'prompts'"), {"training": {"promts": 4}}),
-    Case("unknown key of a task", ("unknown key", "'digit'", "use 'digits'"), {"task": {"digit": 1}}),
+    Case("unknown task key", ("unknown key", "use 'digits'"), {"task": {"kind": "arithmetic", "digit": 1}}),
     Case("unknown task", ("task", "'sums'", "arithmetic"), {"task": {"kind": "sums"}}),
     Case("missing key of a task", ("required key", "task.dataset.path"), {
         "task": {"kind": "dataset", "reward": "a:b"},
