@@ -30,7 +30,8 @@ from metronome.periodic.normalizer import StreamingNormalizer
 from metronome.periodic.sources import Periodic, Synchronous
 from metronome.periodic.stream import GroupStream
 from metronome.recipes import load_recipe
-from metronome_local import host
+from metronome_local.build import build
+from metronome_local.validation import validate
 
 RECIPE = str(Path(__file__).with_name("overlap.yaml"))
 
@@ -56,10 +57,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from metronome_local.paired import paired_period
 
     every_core = os.sched_getaffinity(0)
-    parsed, settings, selection, device = host.validate(load_recipe(arguments.recipe), arguments.recipe)
+    parsed, settings, selection, device = validate(load_recipe(arguments.recipe), arguments.recipe)
     folder = Path(f"{arguments.folder}-{time.strftime('%Y%m%d-%H%M%S')}")
     base = Path(arguments.recipe).parent
-    trainer = host.build(parsed, settings, selection, device, folder, Console(stderr=True), base=base)
+    trainer = build(parsed, settings, selection, device, folder, Console(stderr=True), base=base)
     prompts, size = parsed.training.prompts, trainer.controller.size()
     colocated = Colocated(arguments.recipe, every_core)
     pairs: list[dict[str, Any]] = []
@@ -224,7 +225,7 @@ def serve_colocated(recipe_path: str) -> int:
     from metronome_local.scoring import advantages
     from metronome_local.tasks import load_task
 
-    recipe, _, selection, _ = host.validate(load_recipe(recipe_path), recipe_path)
+    recipe, _, selection, _ = validate(load_recipe(recipe_path), recipe_path)
     tokenizer = load_tokenizer(recipe.model.name)
     task = load_task(recipe.task, tokenizer, recipe.training.seed, Path(recipe_path).parent)
     model = policy_model(recipe.model)

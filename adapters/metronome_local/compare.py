@@ -21,20 +21,22 @@ def compare_runs(recipe: dict[str, Any], vary: tuple[str, list[str]], *, where: 
     Every variant is validated before the first one starts. Options of plug-ins that a variant doesn't select
     stay in its recipe and are ignored. Writes ``compare.json`` beside the run folders.
     """
-    from metronome_local import host
+    from metronome_local.build import build
+    from metronome_local.host import train
+    from metronome_local.validation import validate
 
     key, values = vary
     variants = [override(recipe, f"{key}={value}", "--vary") for value in values]
-    validated = [host.validate(variant, where, comparing=True) for variant in variants]
+    validated = [validate(variant, where, comparing=True) for variant in variants]
     console = Console()
     root = Path(output) if output else Path("runs") / f"{Path(where).stem}-compare-{time.strftime('%Y%m%d-%H%M%S')}"
     folders = []
     for value, (parsed, settings, selection, device) in zip(values, validated, strict=True):
         console.rule(f"{key} = {value}")
         folder = root / f"{key.rsplit('.', 1)[-1]}-{_file_name(value)}"
-        trainer = host.build(parsed, settings, selection, device, folder, console, base=Path(where).parent)
+        trainer = build(parsed, settings, selection, device, folder, console, base=Path(where).parent)
         try:
-            host.train(trainer, console)
+            train(trainer, console)
         finally:
             trainer.close()
             trainer.parts.progress.close()

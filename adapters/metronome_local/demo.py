@@ -17,10 +17,11 @@ from metronome.errors import MetronomeError
 from metronome.periodic.closed_form import speed_bound
 from metronome.periodic.sources import Bounded, Periodic, Synchronous
 from metronome.recipes import load_recipe
-from metronome_local import host
+from metronome_local.build import build
 from metronome_local.paired import Pair, paired_period
 from metronome_local.progress import memory_line
 from metronome_local.trainer import Trainer
+from metronome_local.validation import validate
 
 _PAIRS = 3  # periods measured under both schedules,
 _PROMPTS, _SIZE = 8, 8  # of this many groups and rollouts in each
@@ -33,11 +34,9 @@ def main(arguments: list[str]) -> int:
     console = Console()
     started = time.monotonic()
     try:
-        parsed, settings, selection, device = host.validate(load_recipe(recipe, arguments[1:]), recipe)
+        parsed, settings, selection, device = validate(load_recipe(recipe, arguments[1:]), recipe)
         folder = Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
-        trainer = host.build(
-            parsed, settings, selection, device, folder, console, base=Path(recipe).parent, alias=False
-        )
+        trainer = build(parsed, settings, selection, device, folder, console, base=Path(recipe).parent, alias=False)
     except MetronomeError as error:
         print(f"metronome: error: {error}", file=sys.stderr)
         return error.exit_code

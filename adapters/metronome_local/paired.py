@@ -96,11 +96,11 @@ def _difference(one: Sequence[Any], other: Sequence[Any]) -> float:
 
 
 def _measure(trainer: Trainer, source: RolloutSource, prompts: int, size: int, first_index: int) -> Measured:
-    gradient = trainer.parts.gradient
+    gradient, source_of = trainer.parts.gradient, trainer.parts.rollouts
     stream: GroupStream[Any, Group] = GroupStream(
         source,
-        lambda index: trainer.prompt_at(first_index + index),
-        lambda ticket: trainer.scored(trainer.parts.pool.generate(ticket.prompt, size)),
+        lambda index: source_of.prompt_at(first_index + index),
+        lambda ticket: source_of.generate(ticket.prompt, size),
         lambda group: group.versions(),
         total=prompts,
         timeout=trainer.recipe.machine.timeout,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from metronome.contracts import GroupStats, StepStats
+from metronome.errors import MetronomeError
 from metronome.periodic.closed_form import periodic_seconds, synchronous_seconds
 from metronome.periodic.stream import PeriodReport
 from metronome_local.rollouts import Group
@@ -89,7 +92,7 @@ def period_record(
         "filtered": report.filtered,
         "dropped": report.dropped,
         "aborted": report.aborted,
-        "reward_raised": parts.scorer.raised,
+        "reward_raised": parts.rollouts.scorer.raised,
         "worker_restarts": parts.pool.restarts,
         "seconds": clock.seconds,
         "seconds_waiting": report.waits,
@@ -130,3 +133,35 @@ def trained_record(group: Group, period: int, version: int) -> dict[str, Any]:
 
 def _mean(values: list[float] | list[int]) -> float:
     return sum(values) / len(values) if values else 0.0
+
+
+def step_stats(groups: Sequence[Group], period: int, bubble: float) -> StepStats:
+    """What the group controller learns of a period: every generated group, and the trainer's idle fraction."""
+    return StepStats(
+        period,
+        [
+            GroupStats(
+                size=group.size,
+                lengths=group.lengths(),
+                truncated=[rows[-1].truncated for rows in group.rollouts],
+                rewards=group.rewards,
+                start=group.start,
+                end=group.end,
+            )
+            for group in groups
+        ],
+        min(1.0, bubble),
+    )
+
+
+def prove_life(record: Mapping[str, Any], shares_prompt: bool) -> None:
+    """Raises MetronomeError if a selected hook did nothing in a period that had something to train."""
+    needed = ["rollout_source", "policy_loss", *(["attention"] if shares_prompt else [])]
+    idle = [hook for hook in needed if not record[f"calls/{hook}"]]
+    if idle:
+        raise MetronomeError(
+            "a selected plug-in wasn't called in the first period",
+            found=idle,
+            where="proof of life",
+            remedy="report this with the recipe; the flag would have had no effect",
+        )

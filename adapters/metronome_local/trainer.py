@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import signal
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from metronome.contracts import AttentionBackend, GroupStats, RolloutSource, StepStats
-from metronome.errors import ConfigurationError, EqualityViolated, MetronomeError, WaitTimeout
-from metronome.periodic.stream import GroupStream, PeriodReport, Ticket
+from metronome.contracts import AttentionBackend, RolloutSource
+from metronome.errors import EqualityViolated, MetronomeError
+from metronome.periodic.stream import GroupStream, PeriodReport
 from metronome.plugins import Selection
+from metronome_local.audit import audit
 from metronome_local.checkpoint import Checkpoints
+from metronome_local.dispatch import Rollouts
 from metronome_local.gradient import Gradient, TrainGroup
 from metronome_local.pool import RolloutPool
 from metronome_local.progress import Progress
 from metronome_local.recipe import Recipe
-from metronome_local.record import PeriodClock, period_record, trained_record
+from metronome_local.record import PeriodClock, period_record, prove_life, step_stats, trained_record
 from metronome_local.rollouts import Group, Prompt
-from metronome_local.scoring import Scorer, advantages, degenerate
+from metronome_local.scoring import advantages, degenerate
 from metronome_local.tasks import Task
 from metronome_local.weights import SharedWeights
 
@@ -45,7 +45,7 @@ class Parts:
     weights: SharedWeights
     pool: RolloutPool
     task: Task
-    scorer: Scorer
+    rollouts: Rollouts
     progress: Progress
     checkpoints: Checkpoints
 
@@ -77,14 +77,13 @@ class Trainer:
         self.interrupted = False
         self._uninterruptible = False
         self._alive = self._started = False
-        self._reward_threads = ThreadPoolExecutor(1, thread_name_prefix="metronome-reward")
         self.stream = self._stream()
 
     def _stream(self) -> GroupStream[Prompt, Group]:
         return GroupStream(
             self.source,
-            self.prompt_at,
-            self.generate,
+            self.parts.rollouts.prompt_at,
+            lambda ticket: self.parts.rollouts.generate(ticket.prompt, self.controller.size()),
             lambda group: group.versions(),
             timeout=self.recipe.machine.timeout,
             describe=self.parts.pool.describe,
@@ -135,10 +134,9 @@ class Trainer:
         self.accuracies = [tuple(pair) for pair in state["accuracies"]]
 
     def close(self) -> None:
-        """Ends the stream, the workers and the reward thread."""
+        """Ends the stream and the rollouts."""
         self.stream.close()
-        self.parts.pool.close()
-        self._reward_threads.shutdown(wait=False, cancel_futures=True)
+        self.parts.rollouts.close()
 
     def run_period(self) -> None:
         """One period: groups as the source releases them, one step (or several), one publication, one record."""
@@ -146,7 +144,17 @@ class Trainer:
         self._train(period)
         report = self.stream.close_period()
         period.clock.mark("trained")
-        self._audit(period)
+        every = getattr(self.source, "audit_every", 0)
+        if every and self.period % every == 0 and self._one_step:
+            period.metrics["audit_difference"] = audit(
+                self.parts.gradient,
+                period.trained,
+                period.version,
+                self.parts.audit_attention,
+                expected_rows=period.prompts * period.size,
+                tolerance=self.source.audit_tolerance,  # type: ignore[attr-defined]
+                where=f"period {self.period}",
+            )
         self._uninterruptible = True
         if self._one_step:
             period.metrics |= self.step()
@@ -155,7 +163,8 @@ class Trainer:
         self.version += 1
         self.publish()
         period.clock.mark("published")
-        control = self.controller.observe(self._stats(period, report))
+        bubble = report.waits / max(1e-9, period.clock.seconds)
+        control = self.controller.observe(step_stats(period.generated, self.period, bubble))
         self._record(period, report, dict(control))
         self.remember()
         self._uninterruptible = False
@@ -269,74 +278,6 @@ class Trainer:
             )
         self._moved = False
 
-    def _audit(self, period: Period) -> None:
-        """Recomputes the period's gradient in index order with the reference backend, and compares."""
-        every = getattr(self.source, "audit_every", 0)
-        if not every or self.period % every or not self._one_step:
-            return
-        gradient = self.parts.gradient
-        streamed = [p.grad for p in gradient.parameters]
-        with gradient.log_probs.backend(self.parts.audit_attention):
-            gradient.begin(period.prompts * period.size)
-            for group in sorted(period.trained, key=lambda one: one.index):
-                gradient.add([group], period.version)
-            gradient.finish()
-        difference = size = 0.0
-        for parameter, ours in zip(gradient.parameters, streamed, strict=True):
-            zero = torch.zeros_like(parameter)
-            theirs = zero if parameter.grad is None else parameter.grad
-            difference += float(((zero if ours is None else ours) - theirs).double().square().sum())
-            size += float(theirs.double().square().sum())
-            parameter.grad = ours
-        relative = (difference / (size or 1.0)) ** 0.5
-        tolerance = self.source.audit_tolerance  # type: ignore[attr-defined]
-        period.metrics["audit_difference"] = relative
-        if not relative <= tolerance:
-            raise EqualityViolated(
-                f"the audit of period {self.period} found another gradient than the streamed one",
-                found=f"relative difference {relative:.2e}, tolerance {tolerance:.0e}",
-                where="metronome.periodic.audit_every",
-                remedy="attention: host tells whether the attention backend is at fault; please report it",
-            )
-
-    # --- rollouts -------------------------------------------------------------------------------
-
-    def prompt_at(self, index: int) -> Prompt:
-        """The task's prompt, refused if it is longer than the limit."""
-        prompt = self.parts.task.prompt(index)
-        limit = self.recipe.sampling.max_prompt_tokens
-        if not 0 < len(prompt.ids) <= limit:
-            raise ConfigurationError(
-                f"prompt {index} is empty or has more tokens than the limit",
-                found=len(prompt.ids),
-                where="sampling.max_prompt_tokens",
-                remedy=f"raise the limit of {limit}, or change the prompt",
-            )
-        return prompt
-
-    def generate(self, ticket: Ticket[Prompt]) -> Future[Group]:
-        """A scored group of the controller's size."""
-        return self.scored(self.parts.pool.generate(ticket.prompt, self.controller.size()))
-
-    def scored(self, generated: Future[Group]) -> Future[Group]:
-        """Scores in a thread of its own, so that a slow reward function doesn't hold up the training."""
-        scored: Future[Group] = Future()
-
-        def score() -> None:
-            try:
-                scored.set_result(self.parts.scorer.score(generated.result()))
-            except BaseException as error:
-                scored.set_exception(error)
-
-        def done(_: Future[Group]) -> None:
-            if generated.cancelled():
-                scored.cancel()
-            else:
-                self._reward_threads.submit(score)
-
-        generated.add_done_callback(done)
-        return scored
-
     def evaluate(self) -> None:
         """Greedy answers to the held-out prompts; nothing if ``evaluation.every`` is 0."""
         if not self.recipe.evaluation.every:
@@ -345,42 +286,19 @@ class Trainer:
         prompts = self.parts.task.held_out()[: self.recipe.evaluation.max_prompts]
         if not prompts:
             return
-        futures = [self.scored(self.parts.pool.generate(prompt, 1, greedy=True)) for prompt in prompts]
-        late = wait_for(futures, timeout=self.recipe.machine.timeout).not_done
-        if late:
-            raise WaitTimeout(
-                f"waited {self.recipe.machine.timeout:g} s for {len(late)} of {len(futures)} held-out answers",
-                found=self.parts.pool.describe(),
-                where="evaluation",
-                remedy="raise machine.timeout, or lower evaluation.max_prompts",
-            )
-        groups = [future.result() for future in futures]
-        right = [self.parts.task.accuracy(one.prompt, one.texts[0], one.rewards[0]) for one in groups]
-        accuracy = sum(right) / len(right)
+        accuracy = self.parts.rollouts.accuracy(prompts)
         self.accuracies.append((self.period, accuracy))
-        self.parts.progress.evaluation(self.period, accuracy, len(groups))
+        self.parts.progress.evaluation(self.period, accuracy, len(prompts))
         self.remember()
 
     # --- records and state ----------------------------------------------------------------------
 
-    def _stats(self, period: Period, report: PeriodReport) -> StepStats:
-        groups = [
-            GroupStats(
-                size=group.size,
-                lengths=group.lengths(),
-                truncated=[rows[-1].truncated for rows in group.rollouts],
-                rewards=group.rewards,
-                start=group.start,
-                end=group.end,
-            )
-            for group in period.generated
-        ]
-        return StepStats(self.period, groups, min(1.0, report.waits / max(1e-9, period.clock.seconds)))
-
     def _record(self, period: Period, report: PeriodReport, control: dict[str, float]) -> None:
         record = period_record(period, report, control, self.parts, self.period)
         record["group/explanation"] = self.controller.explain()
-        self._prove_life(record)
+        if not self._alive and record["degenerate"] < 1.0:
+            prove_life(record, self.parts.selection.attention.shares_prompt)
+            self._alive = True
         self.history.append(record)
         chosen = set(report.indices)
         trained = [
@@ -389,29 +307,6 @@ class Trainer:
             if group.prompt.index in chosen
         ]
         self.parts.progress.period(record, trained)
-
-    def _prove_life(self, record: dict[str, Any]) -> None:
-        """Stops the run if a selected hook did nothing in the first period that had something to train."""
-        if self._alive or record["degenerate"] == 1.0:
-            return
-        sharing = self.parts.selection.attention.shares_prompt
-        idle = [
-            name
-            for name, count in (
-                ("loss", record["calls/policy_loss"]),
-                ("attention", record["calls/attention"] if sharing else 1),
-                ("rollout_source", record["calls/rollout_source"]),
-            )
-            if not count
-        ]
-        if idle:
-            raise MetronomeError(
-                "a selected plug-in wasn't called in the first period",
-                found=idle,
-                where="proof of life",
-                remedy="report this with the recipe; the flag would have had no effect",
-            )
-        self._alive = True
 
     def remember(self) -> None:
         """The state between two periods: what a checkpoint holds besides weights and optimiser."""

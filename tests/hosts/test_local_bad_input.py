@@ -19,8 +19,7 @@ import torch
 import transformers
 import yaml
 
-import metronome_local.models
-import metronome_local.pool
+import metronome_local.build
 import metronome_local.worker
 from metronome import plugins
 from metronome.cli import main
@@ -87,7 +86,7 @@ def no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: object, **__: object) -> None:
         pytest.fail("rollout workers were started")
 
-    monkeypatch.setattr(metronome_local.pool, "RolloutPool", started)
+    monkeypatch.setattr(metronome_local.build, "RolloutPool", started)
 
 
 @pytest.fixture
@@ -97,8 +96,8 @@ def no_model(monkeypatch: pytest.MonkeyPatch, no_worker: None) -> None:
     def read(*_: object, **__: object) -> None:
         pytest.fail("a model or tokenizer was read")
 
-    monkeypatch.setattr(metronome_local.models, "load_model", read)
-    monkeypatch.setattr(metronome_local.models, "load_tokenizer", read)
+    monkeypatch.setattr(metronome_local.build, "policy_model", read)
+    monkeypatch.setattr(metronome_local.build, "load_tokenizer", read)
 
 
 # --- plug-ins with faults -------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from tiny_runs import UNEVEN, built, groups_in, periods_in, train, trained_in
 from metronome.errors import ConfigurationError
 from metronome_local import host
 from metronome_local.progress import read_jsonl
+from metronome_local.validation import validate
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -65,11 +66,11 @@ def test_an_audited_period_finds_the_streamed_gradient(whole):
 def test_audits_that_could_not_tell_are_refused(tiny_recipe):
     name = tiny_recipe()["model"]["name"]
     audit = {"periodic": {"audit_every": 1, "strict": False}}
-    host.validate(tiny_recipe(metronome=audit), "the test's recipe")
+    validate(tiny_recipe(metronome=audit), "the test's recipe")
     with pytest.raises(ConfigurationError, match=r"rounding alone.*audit_tolerance"):
-        host.validate(tiny_recipe(model={"name": name, "dtype": "bfloat16"}, metronome=audit), "the test's recipe")
+        validate(tiny_recipe(model={"name": name, "dtype": "bfloat16"}, metronome=audit), "the test's recipe")
     with pytest.raises(ConfigurationError, match=r"makes several steps.*audit_every: 0"):
-        host.validate(tiny_recipe(training={"epochs": 2}, metronome=audit), "the test's recipe")
+        validate(tiny_recipe(training={"epochs": 2}, metronome=audit), "the test's recipe")
 
 
 def test_a_synchronous_run_of_the_same_seed_trains_the_same_prompts_with_the_same_gradient(whole, resumable, tmp_path):

@@ -121,7 +121,7 @@ def test_an_interrupt_before_the_first_period_ends_cleanly_too(resumable, tmp_pa
 def killing(trainer):
     """Kills the first worker when the second group is scored, the second when version 1 is published."""
     pool, calls = trainer.parts.pool, []
-    score, publish = trainer.parts.scorer.score, pool.publish
+    score, publish = trainer.parts.rollouts.scorer.score, pool.publish
 
     def scored(group):
         calls.append(group.prompt.index)
@@ -137,7 +137,7 @@ def killing(trainer):
 
         return publish(version, written, in_flight)
 
-    trainer.parts.scorer.score, pool.publish = scored, published
+    trainer.parts.rollouts.scorer.score, pool.publish = scored, published
 
 
 def test_killed_workers_are_replaced_and_their_prompts_go_out_again_with_the_same_samples(whole, resumable, tmp_path):

@@ -6,7 +6,9 @@ import io
 from rich.console import Console
 
 from metronome_local import host
+from metronome_local.build import build
 from metronome_local.progress import read_jsonl
+from metronome_local.validation import validate
 
 # A reward function that sends its own process a signal, the second time that it is called after a file says so.
 SIGNALLING = '''"""A reward function that ends its own run."""
@@ -57,8 +59,8 @@ def broken(prompt, tokenizer):
 def built(recipe, folder, resume=False):
     """A trainer in this process, its workers beside it; ended whatever happens."""
     console = Console(file=io.StringIO(), width=200)
-    parts = host.validate(recipe, "the test's recipe")
-    trainer = host.build(*parts, folder, console, base=folder.parent, resume=str(folder) if resume else None)
+    parts = validate(recipe, "the test's recipe")
+    trainer = build(*parts, folder, console, base=folder.parent, resume=str(folder) if resume else None)
     trainer.console = console
     try:
         yield trainer
