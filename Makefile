@@ -14,8 +14,9 @@ TEST_PARTS := $(LOCAL_PARTS) requirements/dev.txt tests/thirdparty
 DEMO := $(LOCAL)/bin/python -m metronome_local.demo recipes/local/demo.yaml
 # One benchmark a line, program and arguments; each writes its committed JSON.
 define BENCHMARKS
-benchmarks/proximal.py --model smollm2 --out benchmarks/proximal.json
-benchmarks/shared_prompt.py --model smollm2 --shapes 512,8,64 --repeats 3 --out benchmarks/shared_prompt.json
+benchmarks/overlap.py --pairs 10 --out docs/results/overlap.json
+benchmarks/shared_prompt.py --model smollm2 --shapes 128,8,64 512,8,64 1024,8,64 --repeats 3 --out docs/results/shared_prompt.json
+benchmarks/proximal.py --model smollm2 --out docs/results/proximal.json
 endef
 export BENCHMARKS
 
@@ -46,10 +47,10 @@ check: test-environment
 	$(LOCAL)/bin/ruff format --check .
 	$(LOCAL)/bin/mypy
 	$(LOCAL)/bin/lint-imports
-	$(LOCAL)/bin/pytest tests/unit tests/contract --cov=metronome --cov-report=term:skip-covered
+	OMP_NUM_THREADS=1 $(LOCAL)/bin/pytest tests/unit tests/contract --cov=metronome --cov-report=term:skip-covered
 
 test: core test-environment
-	$(LOCAL)/bin/pytest tests --timeout=900 --cov=metronome --cov=metronome_local --cov-report=term:skip-covered
+	OMP_NUM_THREADS=1 $(LOCAL)/bin/pytest tests --timeout=900 --cov=metronome --cov=metronome_local --cov-report=term:skip-covered
 
 core:
 	@tested=0; failed=""; \

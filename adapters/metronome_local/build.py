@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from metronome_local.gradient import Gradient, Reference
 from metronome_local.importing import from_folder, function_at
 from metronome_local.logprobs import LogProbs, log_probs_of
 from metronome_local.models import context_limit, load_model, load_tokenizer, policy_model
-from metronome_local.placement import Placement, placement_of
+from metronome_local.placement import Placement, bind_trainer, placement_of
 from metronome_local.pool import RolloutPool
 from metronome_local.progress import Progress
 from metronome_local.recipe import Recipe
@@ -68,11 +67,11 @@ def build(
     if alias and device.kind == "cpu" and not selection.rollout_source.spans_versions:
         weights.alias(model)  # nobody decodes while the optimiser writes: the period's barrier
     gradient = _gradient(model, recipe, selection, device)
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     if state is None:
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
     progress = Progress(folder, console, recipe.training.periods, None if state is None else state["period"])
-    placement = placement_of(recipe.machine)
+    placement = placement_of(recipe.machine)  # before this process binds itself to its own cores
     pool = RolloutPool(
         weights,
         _worker_configs(recipe, rollout, device, placement),
@@ -80,11 +79,10 @@ def build(
         timeout=recipe.machine.timeout,
         max_restarts=recipe.machine.max_restarts,
     )
-    progress.describe = pool.describe
     torch.set_num_threads(placement.threads)
-    if placement.trainer is not None:
-        os.sched_setaffinity(0, placement.trainer)
+    bind_trainer(placement)
     rollouts = Rollouts(task, Scorer(task, tokenizer), pool, recipe.sampling.max_prompt_tokens, recipe.machine.timeout)
+    progress.describe = rollouts.describe
     trainer = Trainer(
         Parts(
             recipe=recipe,
@@ -100,11 +98,24 @@ def build(
             rollouts=rollouts,
             progress=progress,
             checkpoints=Checkpoints(folder, recipe.checkpoints.keep),
+            placement=placement,
         )
     )
     if state is not None:
         trainer.resume(state)
     return trainer
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the run folder can't be made: {error}",
+            found=str(folder),
+            where="--output",
+            remedy="a folder that can be written",
+        ) from error
 
 
 def _policy(recipe: Recipe, device: Device) -> Any:

@@ -43,8 +43,11 @@ class Checkpoints:
             building / "trainer.pt",
         )
         (building / "state.json").write_text(json.dumps(state))
-        shutil.rmtree(folder, ignore_errors=True)
+        replaced = folder.with_suffix(".replaced")
+        if folder.exists():
+            folder.rename(replaced)
         building.rename(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
         for old in _complete(self.run_folder)[: -self._keep]:
             shutil.rmtree(old)
         return folder
@@ -64,7 +67,7 @@ def load_state(run_folder: Path) -> dict[str, Any]:
         )
     try:
         state: dict[str, Any] = json.loads((found[-1] / "state.json").read_text())
-        if not isinstance(state, dict) or set(state) < _STATE:
+        if not isinstance(state, dict) or not set(state) >= _STATE:
             raise ValueError("state.json isn't whole")
     except (OSError, ValueError) as error:  # JSON's own error is a ValueError
         raise ConfigurationError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,14 @@ def compare_runs(recipe: dict[str, Any], vary: tuple[str, list[str]], *, where: 
     stay in its recipe and are ignored. Writes ``compare.json`` beside the run folders.
     """
     from metronome_local.build import build
-    from metronome_local.host import train
+    from metronome_local.host import default_folder, train
     from metronome_local.validation import validate
 
     key, values = vary
     variants = [override(recipe, f"{key}={value}", "--vary") for value in values]
     validated = [validate(variant, where, comparing=True) for variant in variants]
     console = Console()
-    root = Path(output) if output else Path("runs") / f"{Path(where).stem}-compare-{time.strftime('%Y%m%d-%H%M%S')}"
+    root = Path(output) if output else default_folder(f"{Path(where).stem}-compare")
     folders = []
     for value, (parsed, settings, selection, device) in zip(values, validated, strict=True):
         console.rule(f"{key} = {value}")
@@ -51,7 +50,7 @@ def compare_runs(recipe: dict[str, Any], vary: tuple[str, list[str]], *, where: 
     (root / "compare.json").write_text(
         json.dumps({"key": key, "variants": dict(zip(values, summaries, strict=True))}, indent=2)
     )
-    console.print(f"run folders and compare.json: {root}", highlight=False)
+    console.print(f"run folders and compare.json: {root}", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -81,33 +80,20 @@ def summary(folder: Path) -> dict[str, Any]:
 
 def ratio_table(key: str, values: list[str], summaries: list[dict[str, Any]]) -> Table:
     """One row a variant; ratios are against the first (larger is faster)."""
-    table = Table(title=f"{key}: ratios against {values[0]}", title_justify="left")
-    for column in (
-        key.rsplit(".", 1)[-1],
-        "period s",
-        "speed",
-        "speed per token",
-        "trainer waits",
-        "tok/s/dev",
-        "shared",
-        "staleness",
-        "reward",
-        "held-out",
-    ):
-        table.add_column(column, justify="left" if not table.columns else "right")
+    table = Table(title=f"{key}, against {values[0]}", title_justify="left")
+    for column in (key.rsplit(".", 1)[-1], "period s", "speed", "per token", "shared", "stale", "reward", "held-out"):
+        table.add_column(column, justify="right" if table.columns else "left")
     base = summaries[0]
     for value, one in zip(values, summaries, strict=True):
-        held = "-" if one["accuracy_last"] is None else f"{one['accuracy_first']:.2f} -> {one['accuracy_last']:.2f}"
+        held = "-" if one["accuracy_last"] is None else f"{one['accuracy_first']:.2f} > {one['accuracy_last']:.2f}"
         table.add_row(
             value,
             f"{one['period_seconds']:.2f}",
             f"{base['period_seconds'] / one['period_seconds']:.2f}x",
             f"{(base['seconds'] / max(1, base['tokens'])) / (one['seconds'] / max(1, one['tokens'])):.2f}x",
-            f"{one['waiting_share']:.0%}",
-            f"{one['tpspd']:.0f}",
             f"{one['shared']:.2f}x",
             f"{one['staleness_max']:.0f}",
-            f"{one['reward_first']:.2f} -> {one['reward_last']:.2f}",
+            f"{one['reward_first']:.2f} > {one['reward_last']:.2f}",
             held,
         )
     return table

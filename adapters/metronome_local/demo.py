@@ -18,6 +18,7 @@ from metronome.periodic.closed_form import speed_bound
 from metronome.periodic.sources import Bounded, Periodic, Synchronous
 from metronome.recipes import load_recipe
 from metronome_local.build import build
+from metronome_local.host import default_folder
 from metronome_local.paired import Pair, paired_period
 from metronome_local.progress import memory_line
 from metronome_local.trainer import Trainer
@@ -35,7 +36,7 @@ def main(arguments: list[str]) -> int:
     started = time.monotonic()
     try:
         parsed, settings, selection, device = validate(load_recipe(recipe, arguments[1:]), recipe)
-        folder = Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = default_folder("demo")
         trainer = build(parsed, settings, selection, device, folder, console, base=Path(recipe).parent, alias=False)
     except MetronomeError as error:
         print(f"metronome: error: {error}", file=sys.stderr)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 
 from metronome.errors import ConfigurationError, WaitTimeout
@@ -19,7 +21,10 @@ class Rollouts:
     def __init__(self, task: Task, scorer: Scorer, pool: RolloutPool, max_prompt_tokens: int, timeout: float) -> None:
         self.task, self.scorer, self.pool = task, scorer, pool
         self._limit, self._timeout = max_prompt_tokens, timeout
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="metronome-reward")
+        self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._unscored = 0
+        # A daemon: a reward function that hangs must not keep the process from ending.
+        threading.Thread(target=self._score_forever, name="metronome-reward", daemon=True).start()
 
     def prompt_at(self, index: int) -> Prompt:
         """The task's prompt; raises ConfigurationError if it is empty or longer than the limit."""
@@ -39,16 +44,19 @@ class Rollouts:
         scored: Future[Group] = Future()
 
         def score() -> None:
-            try:
-                scored.set_result(self.scorer.score(generated.result()))
-            except BaseException as error:
-                scored.set_exception(error)
+            self._unscored -= 1
+            if scored.set_running_or_notify_cancel():  # else the stream was closed meanwhile
+                try:
+                    scored.set_result(self.scorer.score(generated.result()))
+                except BaseException as error:
+                    scored.set_exception(error)
 
         def done(_: Future[Group]) -> None:
             if generated.cancelled():
                 scored.cancel()
             else:
-                self._threads.submit(score)
+                self._unscored += 1
+                self._waiting.put(score)
 
         generated.add_done_callback(done)
         return scored
@@ -60,7 +68,7 @@ class Rollouts:
         if late:
             raise WaitTimeout(
                 f"waited {self._timeout:g} s for {len(late)} of {len(futures)} held-out answers",
-                found=self.pool.describe(),
+                found=self.describe(),
                 where="evaluation",
                 remedy="raise machine.timeout, or lower evaluation.max_prompts",
             )
@@ -68,6 +76,14 @@ class Rollouts:
         return sum(self.task.accuracy(one.prompt, one.texts[0], one.rewards[0]) for one in groups) / len(groups)
 
     def close(self) -> None:
-        """Ends the workers and the reward thread."""
+        """Ends the workers."""
         self.pool.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def describe(self) -> str:
+        """What the workers and the reward function do, for messages and the progress line."""
+        scoring = f"; {self._unscored} groups wait for the reward function" if self._unscored else ""
+        return self.pool.describe() + scoring
+
+    def _score_forever(self) -> None:
+        while True:
+            self._waiting.get()()

@@ -16,6 +16,7 @@ import torch
 
 from metronome.a3po.metrics import Meter
 from metronome.contracts import LossBatch, PolicyLoss
+from metronome.loss_check import checked_token_loss
 from metronome.periodic.normalizer import StreamingNormalizer
 from metronome.periodic.whitening import BatchMoments, TwoAccumulators
 from metronome_local.logprobs import LogProbs
@@ -174,7 +175,7 @@ class Gradient:
         mask = torch.tensor([t for row in flat for t in row.trained], device=self._device)
         weights = torch.where(mask, weights, 0.0).to(log_probs.dtype)
         batch = self._loss_batch(groups, flat, log_probs, mask, version, step_fraction)
-        token_loss = self.loss(batch)
+        token_loss = checked_token_loss(self.loss, batch)
         self.loss_calls += 1
         self.meter.add(token_loss.metrics, token_loss.maxima)
         if token_loss.proximal_log_probs is not None and self.loss.keeps_proximal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from metronome.errors import ConfigurationError
 from metronome.plugins import Selection
 from metronome.settings import Settings
 from metronome_local.recipe import Recipe
-from metronome_local.validation import validate
+from metronome_local.validation import check_files, validate
 
 if TYPE_CHECKING:
     from metronome_local.trainer import Trainer
@@ -25,6 +26,7 @@ def run(recipe: dict[str, Any], *, where: str, output: str | None, resume: str |
     parsed, settings, selection, device = validate(recipe, where)
     console = Console(stderr=False)
     if dry_run:
+        check_files(parsed, Path(where).parent, resume)
         _print_plan(console, parsed, settings, selection)
         return 0
     from metronome_local.build import build
@@ -57,7 +59,9 @@ def train(trainer: Trainer, console: Any) -> None:
         f"{hook} {getattr(selection, hook).name}"
         for hook in ("rollout_source", "loss", "attention", "group_controller")
     )
-    console.print(f"metronome local: {names}; run folder {trainer.parts.progress.folder}", highlight=False)
+    console.print(
+        f"metronome local: {names}; run folder {trainer.parts.progress.folder}", highlight=False, soft_wrap=True
+    )
     started = time.monotonic()
     trainer.run()
     trainer.parts.pool.close()
@@ -78,7 +82,12 @@ def _run_folder(where: str, output: str | None, resume: str | None) -> Path:
         return Path(resume)
     if output is not None:
         return empty_folder(output)
-    return Path("runs") / f"{Path(where).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return default_folder(Path(where).stem)
+
+
+def default_folder(name: str) -> Path:
+    """A folder under ``runs`` that no other process takes: name, time, process id."""
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def empty_folder(output: str) -> Path:

@@ -36,7 +36,7 @@ def function_at(path: str, where: str) -> Callable[..., Any]:
             f"the module can't be imported: {type(error).__name__}: {error}",
             found=path,
             where=where,
-            remedy="mend the module or the path",
+            remedy="mend the module or the path; for a file of your own: file.py:function",
         ) from error
     function = getattr(module, name, None)
     if not callable(function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,9 +89,9 @@ def load_model(name: str) -> Any:
     return model.eval()
 
 
-def policy_model(settings: Model, name: str | None = None) -> Any:
+def policy_model(settings: Model) -> Any:
     """The policy: the model, wrapped by peft where LoRA is set, with ``requires_grad`` as it is trained."""
-    model = load_model(name or settings.name)
+    model = load_model(settings.name)
     if settings.lora is not None:
         model = _with_lora(model, settings.lora)
     if settings.trained_layers is not None:
@@ -121,17 +122,13 @@ def _with_lora(model: Any, lora: Lora) -> Any:
         raise ConfigurationError(
             "LoRA needs peft", where="model.lora", remedy='pip install "metronome-rl[lora]"'
         ) from None
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=lora.targets, task_type="CAUSAL_LM"
+    )
     try:
-        return get_peft_model(
-            model,
-            LoraConfig(
-                r=lora.rank,
-                lora_alpha=lora.alpha,
-                lora_dropout=0.0,
-                target_modules=lora.targets,
-                task_type="CAUSAL_LM",
-            ),
-        ).eval()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft's own call
+            return get_peft_model(model, config).eval()
     except ValueError as error:
         raise ConfigurationError(
             f"peft refuses this adapter: {error}",

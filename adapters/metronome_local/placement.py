@@ -15,6 +15,7 @@ class Placement:
     threads: int
     trainer: tuple[int, ...] | None
     workers: list[tuple[int, ...] | None]
+    available: tuple[int, ...]  # cores of the process before it bound itself
 
 
 def placement_of(machine: Machine) -> Placement:
@@ -23,6 +24,21 @@ def placement_of(machine: Machine) -> Placement:
     processes = machine.workers + 1
     each = machine.threads or max(1, len(cores) // processes)
     if not machine.pin or not hasattr(os, "sched_setaffinity") or each * processes > len(cores):
-        return Placement(each, None, [None] * machine.workers)
+        return Placement(each, None, [None] * machine.workers, tuple(cores))
     shares = [tuple(cores[i * each : (i + 1) * each]) for i in range(processes)]
-    return Placement(each, shares[-1], list(shares[:-1]))
+    return Placement(each, shares[-1], list(shares[:-1]), tuple(cores))
+
+
+def bind_trainer(placement: Placement) -> None:
+    """Sets the threads of this process and binds it to the trainer's cores."""
+    import torch
+
+    torch.set_num_threads(placement.threads)
+    if placement.trainer is not None:
+        os.sched_setaffinity(0, placement.trainer)
+
+
+def release_trainer(placement: Placement) -> None:
+    """Gives this process its cores back, so that a next run in it can place its own processes."""
+    if placement.trainer is not None:
+        os.sched_setaffinity(0, placement.available)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -63,7 +64,7 @@ class RolloutPool:
         self._pending: dict[int, _Pending] = {}
         self._resolved: list[tuple[Future[Group], Group | Exception]] = []
         self._next_id = 0
-        self._phase = "applying"  # "pausing" while a publication waits for the workers to stand still
+        self._phase = "applying"  # "pausing" from an optimiser step to the moment the weights are written
         self._failed: MetronomeError | None = None
         self._closing = False
         self.version: int | None = None
@@ -109,15 +110,15 @@ class RolloutPool:
             )
             return self.fingerprint
 
+    def hold(self) -> None:
+        """Says that the weights are about to change: a worker that starts now waits for the next publication."""
+        with self._changed:
+            self._phase = "pausing"
+
     def describe(self) -> str:
         """What each worker does, for messages and the progress line."""
         with self._changed:
             return "; ".join(self._describe(worker) for worker in self._workers)
-
-    def tokens_per_second(self) -> float:
-        """Sampled tokens per second over all workers, as last reported."""
-        with self._changed:
-            return sum(worker.report.get("tokens_per_second", 0.0) for worker in self._workers)
 
     def peak_memory(self) -> float:
         """The largest worker's peak resident memory in MiB, shared weights included."""
@@ -175,7 +176,12 @@ class RolloutPool:
             name=f"metronome-rollout-{number}",
             daemon=True,
         )
-        process.start()
+        # A terminal's Ctrl-C reaches the whole group: until the child ignores it, it is blocked.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         theirs.close()  # so that a dead worker ends our reads
         return _Worker(number, process, ours)
 
@@ -239,7 +245,7 @@ class RolloutPool:
         elif kind == "error":
             self._fail(rest[0])
 
-    def _finish(self, worker: _Worker, identity: int, rollouts: Any, start: float, end: float) -> None:
+    def _finish(self, worker: _Worker, identity: int, rollouts: Any, end: float) -> None:
         pending = self._pending.pop(identity, None)
         if pending is None:  # it had been given up: another worker's error has ended the run
             return
@@ -247,7 +253,8 @@ class RolloutPool:
         self._resolved.append((pending.future, group))
 
     def _applied(self, worker: _Worker, version: int, fingerprint: str) -> None:
-        if version == self.version and fingerprint != self.fingerprint:
+        settled = self._phase == "applying"  # else the optimiser may have been at work since
+        if settled and version == self.version and fingerprint != self.fingerprint:
             self._fail(
                 EqualityViolated(
                     f"rollout worker {worker.number} holds other weights than version {version}",
@@ -316,6 +323,7 @@ class RolloutPool:
         elif worker.paused:
             state = "paused"
         else:
-            speed = worker.report.get("tokens_per_second", 0.0) if groups else 0.0
-            state = f"{groups} groups, {speed:.0f} tokens/s" if groups else "idle, waits for prompts"
+            speed, running = (worker.report.get(key, 0.0) for key in ("tokens_per_second", "sequences"))
+            at_work = f"{groups} groups, {running:.0f} sequences at {speed:.0f} tokens/s"
+            state = at_work if groups else "idle, waits for prompts"
         return f"worker {worker.number}: {state}"

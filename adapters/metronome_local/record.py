@@ -22,13 +22,15 @@ class PeriodClock:
     """Seconds of one period, and the gradient's counters at its start.
 
     Attributes:
-        work: training seconds of each group, in the order trained.
+        work: training seconds of each group, in the order trained (one sum where there are several steps).
+        step_seconds: seconds of the optimiser's steps.
     """
 
     def __init__(self, gradient: Gradient) -> None:
         self._started = time.monotonic()
         self._marks: dict[str, float] = {}
         self.work: list[float] = []
+        self.step_seconds = 0.0
         self._gradient = gradient
         self._before = self._counters()
 
@@ -69,8 +71,13 @@ def period_record(
     it by the period's seconds and by the processes (rollout workers and trainer).
     """
     clock, groups = period.clock, period.generated
-    step, publish = clock.between("trained", "stepped"), clock.between("stepped", "published")
-    form = synchronous_seconds if parts.selection.rollout_source.name == "synchronous" else periodic_seconds
+    step, publish = clock.step_seconds, clock.between("stepped", "published")
+    several = len(clock.work) != len(report.arrivals)  # several steps wait for the whole batch
+    if several or parts.selection.rollout_source.name == "synchronous":
+        last = max(report.arrivals, default=0.0)
+        closed = synchronous_seconds([last], [sum(clock.work)], step, publish)
+    else:
+        closed = periodic_seconds(list(report.arrivals), clock.work, step, publish)
     tokens = sum(len(row.ids) for group in period.trained for row in group.rows)
     lengths = [length for group in groups for length in group.lengths()]
     return {
@@ -99,7 +106,7 @@ def period_record(
         "seconds_training": sum(clock.work),
         "seconds_step": step,
         "seconds_publish": publish,
-        "seconds_closed_form": form(list(report.arrivals), clock.work, step, publish),
+        "seconds_closed_form": closed,
         "arrivals": list(report.arrivals),
         "work": clock.work,
         "tokens": tokens,

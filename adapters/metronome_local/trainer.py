@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import signal
+import statistics
 import time
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from metronome.a3po.metrics import Meter
 from metronome.contracts import AttentionBackend, RolloutSource
+from metronome.controller_check import checked_metrics, checked_prompts, checked_size, explained
 from metronome.errors import EqualityViolated, MetronomeError
 from metronome.periodic.stream import GroupStream, PeriodReport
 from metronome.plugins import Selection
@@ -17,6 +21,7 @@ from metronome_local.audit import audit
 from metronome_local.checkpoint import Checkpoints
 from metronome_local.dispatch import Rollouts
 from metronome_local.gradient import Gradient, TrainGroup
+from metronome_local.placement import Placement, release_trainer
 from metronome_local.pool import RolloutPool
 from metronome_local.progress import Progress
 from metronome_local.recipe import Recipe
@@ -48,6 +53,7 @@ class Parts:
     rollouts: Rollouts
     progress: Progress
     checkpoints: Checkpoints
+    placement: Placement
 
 
 @dataclass
@@ -76,17 +82,19 @@ class Trainer:
         self.accuracies: list[tuple[int, float]] = []
         self.interrupted = False
         self._uninterruptible = False
-        self._alive = self._started = False
+        self._alive = self._started = self._moved = False
+        self._fingerprint = ""
+        self._size = 0
         self.stream = self._stream()
 
     def _stream(self) -> GroupStream[Prompt, Group]:
         return GroupStream(
             self.source,
             self.parts.rollouts.prompt_at,
-            lambda ticket: self.parts.rollouts.generate(ticket.prompt, self.controller.size()),
+            lambda ticket: self.parts.rollouts.generate(ticket.prompt, self._size),  # the open period's G
             lambda group: group.versions(),
             timeout=self.recipe.machine.timeout,
-            describe=self.parts.pool.describe,
+            describe=self.parts.rollouts.describe,
         )
 
     # --- the run --------------------------------------------------------------------------------
@@ -113,8 +121,7 @@ class Trainer:
         self._started = True
         self.remember()  # before the workers are awaited: whoever interrupts that wait gets a checkpoint too
         self.publish()
-        if self.period == 0:
-            self.evaluate()
+        self._evaluate_when_due()
 
     def use(self, source: RolloutSource) -> None:
         """Goes on with another rollout source, between two periods; prompts under way go out again."""
@@ -134,9 +141,10 @@ class Trainer:
         self.accuracies = [tuple(pair) for pair in state["accuracies"]]
 
     def close(self) -> None:
-        """Ends the stream and the rollouts."""
+        """Ends the stream and the rollouts, and gives the process its cores back."""
         self.stream.close()
         self.parts.rollouts.close()
+        release_trainer(self.parts.placement)
 
     def run_period(self) -> None:
         """One period: groups as the source releases them, one step (or several), one publication, one record."""
@@ -157,29 +165,29 @@ class Trainer:
             )
         self._uninterruptible = True
         if self._one_step:
-            period.metrics |= self.step()
+            period.metrics |= self._timed_step(period)
         period.clock.mark("stepped")
         self.period += 1
         self.version += 1
         self.publish()
         period.clock.mark("published")
         bubble = report.waits / max(1e-9, period.clock.seconds)
-        control = self.controller.observe(step_stats(period.generated, self.period, bubble))
-        self._record(period, report, dict(control))
+        control = checked_metrics(self.controller, step_stats(period.generated, self.period, bubble))
+        self._record(period, report, control)
         self.remember()
         self._uninterruptible = False
-        every = self.recipe.evaluation.every
-        if every and (self.period % every == 0 or self.period == self.training.periods):
-            self.evaluate()
+        if self.interrupted:
+            return
+        self._evaluate_when_due()
         if self.recipe.checkpoints.every and self.period % self.recipe.checkpoints.every == 0:
             self.parts.checkpoints.save(self._boundary, self.parts)
 
     # --- one period -----------------------------------------------------------------------------
 
     def _open(self) -> Period:
-        size = self.controller.size()
+        size = self._size = checked_size(self.controller, f"period {self.period}")
         budget = self.training.prompts * self.controller.largest()
-        prompts = self.controller.prompts(budget, self.training.mini_batches)
+        prompts = checked_prompts(self.controller, budget, self.training.mini_batches)
         first_index = self.stream.state_dict()["next_index"]
         period = Period(self.version, prompts, size, first_index, PeriodClock(self.parts.gradient))
         self.stream.open_period(self.version, prompts)
@@ -204,7 +212,7 @@ class Trainer:
                 self.parts.progress.phase(self.period, f"trainer trains prompt {one.index}")
                 gradient.add([one], period.version)
                 self.parts.progress.phase(self.period, "trainer waits for groups")
-            period.clock.work.append(time.monotonic() - started)
+                period.clock.work.append(time.monotonic() - started)
         if self._one_step:
             period.metrics = gradient.finish()
         else:
@@ -212,9 +220,10 @@ class Trainer:
             period.metrics = self._several_steps(period)
 
     def _several_steps(self, period: Period) -> dict[str, float]:
-        """Mini-batches by prompt index, and epochs; the last step's loss metrics with means of the norms."""
+        """Mini-batches by prompt index, and epochs; metrics over all of them, the norm as a mean."""
         gradient, training = self.parts.gradient, self.training
         groups = sorted(period.trained, key=lambda group: group.index)
+        started = time.monotonic()
         if gradient.loss.needs_proximal_forward:
             for group in groups:  # of the policy that opens the period, before its first step
                 group.proximal = gradient.forward_only([group])
@@ -222,12 +231,22 @@ class Trainer:
             groups[len(groups) * j // training.mini_batches : len(groups) * (j + 1) // training.mini_batches]
             for j in range(training.mini_batches)
         ] * training.epochs
-        metrics: dict[str, float] = {}
+        meter, norms, losses = Meter(), [], []
         for number, part in enumerate(part for part in parts if part):
             gradient.begin(len(part) * period.size)
             for group in part:
                 gradient.add([group], period.version, number / len(parts))
-            metrics = gradient.finish() | self.step()
+            losses.append(gradient.finish().get("loss", 0.0))
+            meter.add(gradient.meter.sums, gradient.meter.maxima)
+            norms.append(self._timed_step(period)["grad_norm"])
+        period.clock.work.append(time.monotonic() - started - period.clock.step_seconds)
+        means = {"loss": statistics.fmean(losses), "grad_norm": statistics.fmean(norms)}
+        return {**meter.result(), **means}
+
+    def _timed_step(self, period: Period) -> dict[str, float]:
+        started = time.monotonic()
+        metrics = self.step()
+        period.clock.step_seconds += time.monotonic() - started
         return metrics
 
     @property
@@ -244,9 +263,13 @@ class Trainer:
         return bool(self.training.dynamic_sampling) and degenerate(group.rewards) and group.prompt.index < last
 
     def step(self) -> dict[str, float]:
-        """Clips, steps optimiser and schedule; returns the norm. Raises MetronomeError if it isn't finite."""
+        """Clips, steps optimiser and schedule; returns the norm. Raises MetronomeError if it isn't finite.
+
+        Where every advantage was zero there is nothing to learn: the schedule goes on, the weights stay.
+        """
         parts = self.parts
-        self.parts.progress.phase(self.period, "optimiser step")
+        parts.progress.phase(self.period, "optimiser step")
+        parts.pool.hold()  # the shared buffer may be about to change
         norm = float(torch.nn.utils.clip_grad_norm_(parts.gradient.parameters, self.training.max_grad_norm))
         if not norm < float("inf"):
             raise MetronomeError(
@@ -257,26 +280,33 @@ class Trainer:
             )
         if norm > 0.0:
             parts.optimiser.step()
-        parts.scheduler.step()
-        self._moved = norm > 0.0 and parts.scheduler.get_last_lr()[0] > 0.0
+            self._moved = self._moved or parts.scheduler.get_last_lr()[0] > 0.0
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            parts.scheduler.step()
         return {"grad_norm": norm}
-
-    _moved = False
 
     def publish(self) -> None:
         """Publishes the weights as ``version``; raises EqualityViolated if a step left them as they were."""
         parts = self.parts
         parts.progress.phase(self.period, f"publishes version {self.version}")
-        before = parts.pool.fingerprint
-        after = parts.pool.publish(self.version, lambda: parts.weights.write(parts.model), self.training.in_flight)
-        if self._moved and before == after:
+        parts.pool.publish(self.version, lambda: parts.weights.write(parts.model), self.training.in_flight)
+        fingerprint = parts.weights.fingerprint()
+        if self._moved and fingerprint == self._fingerprint:
             raise EqualityViolated(
                 f"version {self.version} was published with the weights of the version before",
-                found=f"fingerprint {after}",
+                found=f"fingerprint {fingerprint}",
                 where="publication",
-                remedy="report this: an optimiser step didn't reach the shared buffer",
+                remedy="raise training.lr if it is below the weights' float32 resolution, else report this",
             )
-        self._moved = False
+        self._fingerprint, self._moved = fingerprint, False
+
+    def _evaluate_when_due(self) -> None:
+        """Every ``evaluation.every`` periods and at both ends, once each, also over a resume."""
+        every, done = self.recipe.evaluation.every, {period for period, _ in self.accuracies}
+        due = every and (self.period % every == 0 or self.period == self.training.periods)
+        if due and self.period not in done:
+            self.evaluate()
 
     def evaluate(self) -> None:
         """Greedy answers to the held-out prompts; nothing if ``evaluation.every`` is 0."""
@@ -295,7 +325,7 @@ class Trainer:
 
     def _record(self, period: Period, report: PeriodReport, control: dict[str, float]) -> None:
         record = period_record(period, report, control, self.parts, self.period)
-        record["group/explanation"] = self.controller.explain()
+        record["group/explanation"] = explained(self.controller)
         if not self._alive and record["degenerate"] < 1.0:
             prove_life(record, self.parts.selection.attention.shares_prompt)
             self._alive = True

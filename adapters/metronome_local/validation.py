@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from metronome.contracts import RunFacts
@@ -9,7 +10,8 @@ from metronome.device import Device, resolve_device
 from metronome.errors import ConfigurationError
 from metronome.plugins import Selection, offered_names, plugin_manager, resolve
 from metronome.settings import Settings, parse_settings
-from metronome_local.recipe import Recipe, parse_recipe
+from metronome_local.recipe import Dataset, Recipe, parse_recipe
+from metronome_local.tasks.dataset import read_records
 
 
 def validate(
@@ -117,3 +119,22 @@ def check_prompts(task: Any, recipe: Recipe) -> None:
                 where="sampling.max_prompt_tokens",
                 remedy=f"raise the limit of {limit}, or change the prompt",
             )
+
+
+def check_files(recipe: Recipe, base: Path, resume: str | None) -> None:
+    """What a dry run can tell of files without loading a model: directories, data, functions, the run to resume."""
+    from metronome_local.importing import from_folder, function_at
+    from metronome_local.models import SMOLLM2, model_directory
+
+    if recipe.model.name != SMOLLM2:
+        model_directory(recipe.model.name)
+    if recipe.sampling.rollout:
+        function_at(from_folder(recipe.sampling.rollout, base), "sampling.rollout")
+    if isinstance(recipe.task, Dataset):
+        function_at(from_folder(recipe.task.reward, base), "task.reward")
+        read_records(base / Path(recipe.task.path).expanduser())
+    if resume is not None:
+        from metronome_local.checkpoint import check_recipe, load_state
+
+        load_state(Path(resume))
+        check_recipe(Path(resume), recipe.model_dump(mode="json"))

@@ -37,11 +37,6 @@ class SharedWeights:
         self._samples = self._sample_places()
         self.write(model, everything=True)
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the buffer."""
-        return self.buffer.numel() * self.buffer.element_size()
-
     def alias(self, model: Any) -> None:
         """Makes the model's parameters views of the buffer."""
         for slot, parameter in self._pairs(model):

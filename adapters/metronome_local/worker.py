@@ -10,6 +10,7 @@ import traceback
 from collections import deque
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from metronome.errors import ConfigurationError, MetronomeError, WorkerFailed
@@ -44,20 +45,28 @@ class Job:
 @dataclass
 class _Active:
     job: Job
-    start: float
     members: dict[int, RolloutGenerator] = field(default_factory=dict)
     rngs: dict[int, random.Random] = field(default_factory=dict)
     rows: dict[int, list[Row]] = field(default_factory=dict)
 
 
 def peak_memory() -> float:
-    """Peak resident memory of this process in MiB, shared weights included."""
+    """Peak resident memory of this process in MiB, shared weights included.
+
+    From /proc where there is one: ru_maxrss of a spawned process starts at its parent's.
+    """
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def run_worker(connection: Connection, weights: Any, config: WorkerConfig) -> None:
     """The process's main function: serves the connection until it is told to stop or the trainer is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides how a run ends
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         _Worker(connection, weights, config).serve()
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -169,7 +178,7 @@ class _Worker:
             self._advance(identity, member, sampled)
 
     def _start(self, job: Job) -> None:
-        active = self.active[job.id] = _Active(job, time.monotonic())
+        active = self.active[job.id] = _Active(job)
         for member in range(job.size):
             active.rngs[member] = random.Random(f"{self.config.seed} {job.prompt.index} {member}")
             self._advance(job.id, member, None)
@@ -193,16 +202,16 @@ class _Worker:
             self._submit(active, member, request)
         if len(active.rows) == active.job.size:
             rollouts = [active.rows[k] for k in range(active.job.size)]
-            self.connection.send(("group", identity, rollouts, active.start, time.monotonic()))
+            self.connection.send(("group", identity, rollouts, time.monotonic()))
             del self.active[identity]
 
     def _submit(self, active: _Active, member: int, request: Request) -> None:
         from metronome_local.engine import Continuation
 
-        if not isinstance(request, Request) or not request.ids:
+        if not isinstance(request, Request) or not request.ids or not self._known(request.ids):
             raise ConfigurationError(
-                "the rollout function must yield a Request with at least one token of context",
-                found=request,
+                "the rollout function must yield a Request with at least one token of context, all in the vocabulary",
+                found=type(request).__name__,
                 where=f"{self.config.sampling.rollout}, prompt index {active.job.prompt.index}",
                 remedy="sampled = yield Request(row.ids)",
             )
@@ -222,26 +231,27 @@ class _Worker:
         )
 
     def _checked(self, rows: Any, job: Job) -> list[Row]:
-        if not (isinstance(rows, list) and rows and all(_is_whole(row) for row in rows)):
+        if not (isinstance(rows, list) and rows and all(_is_whole(row) and self._known(row.ids) for row in rows)):
             raise ConfigurationError(
-                "the rollout function must return rows with a prompt and at least one sampled token each",
-                found=rows if not isinstance(rows, list) else f"{len(rows)} rows",
+                "the rollout function must return rows with a prompt and at least one sampled token each, "
+                "all in the vocabulary",
+                found=f"{len(rows)} rows" if isinstance(rows, list) else type(rows).__name__,
                 where=f"{self.config.sampling.rollout}, prompt index {job.prompt.index}",
                 remedy="row = Row(list(prompt.ids)), row.add_sampled(sampled), return [row]",
             )
         return rows
+
+    def _known(self, ids: Any) -> bool:
+        size = self.model.get_input_embeddings().num_embeddings
+        return all(isinstance(token, int) and 0 <= token < size for token in ids)
 
     def _report(self) -> None:
         now = time.monotonic()
         if now - self.told >= _REPORT_EVERY:
             speed = (self.engine.sampled - self.sampled) / (now - self.told)
             self.told, self.sampled = now, self.engine.sampled
-            state = {
-                "sequences": self.engine.running,
-                "groups": len(self.active),
-                "waiting": len(self.waiting),
-            }
-            self.connection.send(("report", {**state, "tokens_per_second": speed}))
+            report = {"sequences": self.engine.running, "tokens_per_second": speed}
+            self.connection.send(("report", report))
 
 
 def _is_whole(row: Any) -> bool:

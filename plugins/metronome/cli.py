@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -85,7 +84,14 @@ def plugins(as_json: _Json = False) -> Job:
         from metronome.plugins import offers, plugin_manager
 
         rows = [
-            {**asdict(one.offer), "plugin": one.plugin, "distribution": one.distribution}
+            {
+                "hook": one.offer.hook,
+                "name": one.offer.name,
+                "summary": one.offer.summary,
+                "options": dict(one.offer.options),
+                "plugin": one.plugin,
+                "distribution": one.distribution,
+            }
             for one in offers(plugin_manager())
         ]
         if as_json:

@@ -60,9 +60,10 @@ class Flow:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a host's run does, as far as a rollout source's promise depends on it (TECHNIQUES 1, (a)-(h)).
+    """What a host's run does, as far as a rollout source's promise depends on it.
 
-    Adapters fill it from the host's own configuration; ``RolloutSource.check`` refuses what breaks it.
+    The conditions are (a)-(h) of docs/techniques/periodic.md. Adapters fill it from the host's own
+    configuration; ``RolloutSource.check`` refuses what breaks it.
 
     Attributes:
         optimiser_steps: optimiser steps per period.
@@ -170,7 +171,11 @@ class TokenLoss:
 
 @runtime_checkable
 class PolicyLoss(Protocol):
-    """Per-token policy loss; the adapter normalises and adds KL and entropy terms."""
+    """Per-token policy loss; the adapter normalises and adds KL and entropy terms.
+
+    The loss of a token is zero, with zero gradient, where its advantage is zero: hosts leave out groups whose
+    advantages are all zero.
+    """
 
     name: str
     needs_proximal_forward: bool  # an extra forward pass must fill proximal_log_probs

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
@@ -101,34 +100,28 @@ def _plugins(environment: Mapping[str, str], problems: list[str]) -> list[dict[s
         {name.strip() for name in environment.get(variable, "").split(",") if name.strip()}
         for variable in VARIABLES[:2]
     )
-    found = []
+    found: list[dict[str, Any]] = []
+    every: list[plugins.Offered] = []
     for name, point in sorted(points.items()):
         owner = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown distribution"
-        state, offered, trouble = "active", [], None
+        offered: list[plugins.Offered] = []
+        state, trouble = "active", None
         if name in blocked or (only and name not in only):
             state = f"disabled by {VARIABLES[0] if name in blocked else VARIABLES[1]}"
         else:
             try:
                 manager = plugins.plugin_manager({VARIABLES[1]: name})
-                offered = [(one.offer.hook, one.offer.name) for one in plugins.offers(manager)]
+                offered = plugins.offers(manager)
             except MetronomeError as error:
                 state, trouble = "broken", str(error)
         if trouble and trouble not in problems:
             problems.append(trouble)
-        found.append({"name": name, "distribution": owner, "state": state, "offers": offered})
-    problems.extend(_collisions(found))
+        names = [(one.offer.hook, one.offer.name) for one in offered]
+        found.append({"name": name, "distribution": owner, "state": state, "offers": names})
+        every += offered
+    taken = [plugins.collision(name, every) for name in sorted({one.offer.name for one in every})]
+    problems.extend(str(error) for error in taken if error is not None)
     return found
-
-
-def _collisions(found: list[dict[str, Any]]) -> Iterator[str]:
-    counts = Counter(offer for plugin in found for offer in plugin["offers"])
-    for (hook, name), count in sorted(counts.items()):
-        if count > 1:
-            owners = [plugin["name"] for plugin in found if (hook, name) in plugin["offers"]]
-            yield (
-                f"{' and '.join(map(repr, owners))} offer the same {hook} {name!r}; "
-                f"to mend: METRONOME_DISABLE_PLUGINS={owners[-1]}"
-            )
 
 
 def print_report(report: Mapping[str, Any]) -> None:

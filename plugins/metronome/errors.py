@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class MetronomeError(Exception):
@@ -70,6 +73,19 @@ class WorkerFailed(MetronomeError):
 
 class EqualityViolated(MetronomeError):
     """An audit or a self-check found a difference where equality is promised."""
+
+
+def guarded(call: Callable[[], T], what: str, *, where: str | None = None, remedy: str | None = None) -> T:
+    """``call()``, a stranger's code: whatever it raises, or its exit, becomes one PluginError opening with ``what``.
+
+    A MetronomeError goes through unchanged, and so does Ctrl-C.
+    """
+    try:
+        return call()
+    except MetronomeError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"{what}: {type(error).__name__}: {error}", where=where, remedy=remedy) from error
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -21,7 +21,7 @@ from metronome.contracts import (
     RolloutSource,
 )
 from metronome.device import Device
-from metronome.errors import MetronomeError, PluginError, nearest
+from metronome.errors import PluginError, guarded, nearest
 from metronome.settings import SELECTORS, Settings
 
 GROUP = "metronome"
@@ -57,8 +57,8 @@ def plugin_manager(environment: Mapping[str, str] | None = None) -> pluggy.Plugi
     """A manager with every plug-in of the entry-point group loaded and checked.
 
     ``METRONOME_DISABLE_PLUGINS=a,b`` leaves plug-ins out, ``METRONOME_LOAD_PLUGINS=a,b`` loads only these,
-    ``METRONOME_TRACE_PLUGINS=1`` prints every hook call. Raises PluginError for a plug-in that can't be
-    imported or that implements an unknown hook.
+    ``METRONOME_TRACE_PLUGINS=1`` prints every call of the four choosing hooks. Raises PluginError for a
+    plug-in that can't be imported or that implements an unknown hook.
     """
     environment = os.environ if environment is None else environment
     manager = pluggy.PluginManager(GROUP)
@@ -73,7 +73,7 @@ def plugin_manager(environment: Mapping[str, str] | None = None) -> pluggy.Plugi
         if name in blocked or (only and name not in only):
             continue
         register(manager, name, _load(point), _distribution(point))
-    if environment.get("METRONOME_TRACE_PLUGINS"):
+    if environment.get("METRONOME_TRACE_PLUGINS") == "1":
         manager.add_hookcall_monitoring(_print_call, _print_result)
     return manager
 
@@ -93,7 +93,10 @@ def register(manager: pluggy.PluginManager, name: str, plugin: object, distribut
 
 
 def offers(manager: pluggy.PluginManager) -> list[Offered]:
-    """What every loaded plug-in's ``describe`` offers, in the order of hooks and names."""
+    """What every loaded plug-in's ``describe`` offers, in the order of hooks and names.
+
+    Names that collide are listed: ``collision`` tells them, ``resolve`` refuses them when they are selected.
+    """
     found = []
     for implementation in manager.hook.describe.get_hookimpls():
         name = implementation.plugin_name
@@ -104,7 +107,8 @@ def offers(manager: pluggy.PluginManager) -> list[Offered]:
                 f"describe of plug-in {name!r} must return a list of metronome.contracts.Offer",
                 found=offered,
                 where=distribution,
-                remedy=f"return [Offer(hook, name, summary)] with a hook of {', '.join(SELECTORS.values())}",
+                remedy="return [Offer(hook, name, summary, options)]: name and summary strings, options a mapping with "
+                f"strings as keys, hook one of {', '.join(SELECTORS.values())}",
             )
         found += [Offered(offer, name, distribution) for offer in offered or ()]
     hooks = list(SELECTORS.values())
@@ -116,11 +120,36 @@ def offered_names(manager: pluggy.PluginManager) -> set[str]:
     return {one.offer.name for one in offers(manager)}
 
 
+def collision(name: str, every: Iterable[Offered], where: str | None = None) -> PluginError | None:
+    """Why ``name`` can't be selected, or None: options stand under the name alone, so it must be one offer's.
+
+    A name is taken if another offer has it, at whatever hook, or if it is a selector's key.
+    """
+    owners = [one for one in every if one.offer.name == name]
+    if owners and name in SELECTORS:
+        return PluginError(
+            f"plug-in {owners[0].plugin!r} ({owners[0].distribution}) offers a name that is a selector's key",
+            found=name,
+            where=where,
+            remedy=f"give it another name, or METRONOME_DISABLE_PLUGINS={owners[0].plugin}",
+        )
+    if len(owners) < 2:
+        return None
+    who = " and ".join(f"{one.plugin!r} ({one.distribution}) at {one.offer.hook}" for one in owners)
+    other = next((one.plugin for one in reversed(owners) if one.plugin != owners[0].plugin), None)
+    return PluginError(
+        f"a name is offered twice, and options are written under it: {who}",
+        found=name,
+        where=where,
+        remedy="give one of them another name" + (f", or METRONOME_DISABLE_PLUGINS={other}" if other else ""),
+    )
+
+
 def resolve(settings: Settings, device: Device, seed: int, manager: pluggy.PluginManager) -> Selection:
     """The four objects that ``settings`` select.
 
-    Raises PluginError for a name that nobody offers, that two plug-ins offer, or whose plug-in raises or
-    breaks its contract; ConfigurationError for bad options.
+    Raises PluginError for a name that nobody offers, that is taken twice (``collision``), or whose plug-in
+    raises or breaks its contract; ConfigurationError for bad options.
     """
     extra: dict[str, dict[str, Any]] = {"attention": {"device": device}, "group_controller": {"seed": seed}}
     every = offers(manager)
@@ -149,40 +178,39 @@ def _one(
             where=f"metronome.{selector}",
             remedy=nearest(name, known),
         )
-    if len(owners) > 1:
-        who = " and ".join(f"{one.plugin!r} ({one.distribution})" for one in owners)
-        raise PluginError(
-            f"two plug-ins offer this {selector}: {who}",
-            found=name,
-            where=f"metronome.{selector}",
-            remedy=f"METRONOME_DISABLE_PLUGINS={owners[-1].plugin}",
-        )
+    taken = collision(name, every, where=f"metronome.{selector}")
+    if taken is not None:
+        raise taken
     owner = owners[0]
     others = [plugin for other, plugin in manager.list_name_plugin() if other != owner.plugin]
     call = manager.subset_hook_caller(hook, remove_plugins=others)  # a greedy plug-in displaces nobody
+    if options and not all("settings" in one.argnames for one in call.get_hookimpls()):
+        raise PluginError(
+            f"plug-in {owner.plugin!r} takes no settings in {hook}: its options would be dropped",
+            found=dict(options),
+            where=f"metronome.{name}",
+            remedy=f"let its {hook} take the argument settings, or remove the options",
+        )
     built = _guarded(owner.plugin, owner.distribution, hook, lambda: call(name=name, settings=options, **extra))
     contract = _CONTRACTS[hook]
-    if not isinstance(built, contract):
+    if isinstance(built, type) or not isinstance(built, contract):
+        hint = f" (have you forgotten the () of {built.__name__}?)" if isinstance(built, type) else ""
         raise PluginError(
             f"plug-in {owner.plugin!r} returned no {contract.__name__} for {name!r}",
             found=type(built).__name__,
             where=owner.distribution,
-            remedy=f"return an object with the attributes of metronome.contracts.{contract.__name__}",
+            remedy=f"return an object with the attributes of metronome.contracts.{contract.__name__}{hint}",
         )
     return built
 
 
 def _guarded(name: str, distribution: str, hook: str, call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except MetronomeError:
-        raise
-    except Exception as error:  # a stranger's code: whatever it raises becomes one clear error
-        raise PluginError(
-            f"plug-in {name!r} raised in {hook}: {type(error).__name__}: {error}",
-            where=distribution,
-            remedy=f"mend the plug-in, or METRONOME_DISABLE_PLUGINS={name}",
-        ) from error
+    return guarded(
+        call,
+        f"plug-in {name!r} raised in {hook}",
+        where=distribution,
+        remedy=f"mend the plug-in, or METRONOME_DISABLE_PLUGINS={name}",
+    )
 
 
 def _points() -> dict[str, EntryPoint]:
@@ -202,15 +230,25 @@ def _points() -> dict[str, EntryPoint]:
 
 def _is_offers(offered: object) -> bool:
     return offered is None or (
-        isinstance(offered, (list, tuple))
-        and all(isinstance(offer, Offer) and offer.hook in SELECTORS.values() for offer in offered)
+        isinstance(offered, (list, tuple)) and all(isinstance(offer, Offer) and _is_sound(offer) for offer in offered)
+    )
+
+
+def _is_sound(offer: Offer) -> bool:
+    return (
+        offer.hook in SELECTORS.values()
+        and isinstance(offer.name, str)
+        and offer.name != ""
+        and isinstance(offer.summary, str)
+        and isinstance(offer.options, Mapping)
+        and all(isinstance(key, str) for key in offer.options)
     )
 
 
 def _load(point: EntryPoint) -> object:
     try:
         return point.load()
-    except Exception as error:  # a stranger's code: whatever it raises becomes one clear error
+    except (Exception, SystemExit) as error:  # a stranger's code: whatever it raises becomes one clear error
         raise PluginError(
             f"plug-in {point.name!r} raised at import: {type(error).__name__}: {error}",
             found=point.value,

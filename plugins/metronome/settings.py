@@ -25,6 +25,10 @@ class Options(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
+    def changed(self) -> set[str]:
+        """The options whose value isn't the default; a validator refuses those that would have no effect."""
+        return {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
+
 
 class Settings(Options):
     """The parsed ``metronome:`` block.

@@ -73,6 +73,9 @@ class Broken:
                 loss = loss * self.calls
             case "metrics are means":
                 metrics = {"ratio": (metrics["ratio"][0] / max(count, 1), 1.0 if count else 0.0)}
+            case "pulls without an advantage":
+                pull = 0.1 * torch.where(batch.mask, log_probs, 0.0)
+                loss = -torch.where(batch.mask, log_probs * advantages, 0.0) - pull
             case "writes into its input":
                 batch.advantages.detach().mul_(0.5)
         return TokenLoss(loss, metrics)
@@ -87,6 +90,7 @@ FAULTS = {
     "NaN behind the mask": "where the mask is False",
     "changes between calls": "same batch twice",
     "metrics are means": "must add",
+    "pulls without an advantage": "zero where the advantage is zero: hosts leave out groups",
     "writes into its input": "as it is",
     "forgets the proximal": "keeps_proximal is set",
 }

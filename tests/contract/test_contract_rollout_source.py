@@ -22,7 +22,7 @@ def test_shipped_sources_keep_the_contract(source):
 
 def test_every_offer_is_built_with_its_described_defaults():
     for offer in describe():
-        source = rollout_source(name=offer.name, settings=offer.options)
+        source = rollout_source(name=offer.name, settings={})
         assert source is not None
         assert source.name == offer.name
         assert {key: getattr(source, key) for key in offer.options} == dict(offer.options)

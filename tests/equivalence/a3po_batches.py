@@ -36,7 +36,8 @@ def make_batch(log_w, advantages, staleness, *, behavior=-1.5, fraction=0.0, **m
 
 
 def a3po(**options) -> A3po:
-    return A3po(A3poOptions(**{"clip_low": LOW, "clip_high": HIGH, "cap": None, **options}))
+    cap = {} if options.get("proximal") == "behavior" else {"cap": None}  # its weight is 1: a cap is refused
+    return A3po(A3poOptions(**{"clip_low": LOW, "clip_high": HIGH, **cap, **options}))
 
 
 def ppo(**options) -> Ppo:

@@ -45,6 +45,8 @@ MODELS = {
         "layer_types": ["sliding_attention", "full_attention"],
         "final_logit_softcapping": 5.0,
     },
+    "cohere": {"logit_scale": 3.0},
+    "granite": {"logits_scaling": 0.25},
 }
 UNCHECKED = SharedPromptOptions(self_check=False)
 
@@ -88,6 +90,49 @@ def relative(found, wanted):
     return max(
         ((found[name] - wanted[name]).abs().max() / wanted[name].abs().max().clamp_min(1e-12)).item() for name in wanted
     )
+
+
+@pytest.mark.parametrize("kind, key", [("cohere", "logit_scale"), ("granite", "logits_scaling")])
+def test_a_scale_of_the_logits_that_is_left_out_would_be_noticed(kind, key):
+    model = build(kind)
+    prompt, responses = group()
+    plan, ids = SharedPromptPlan.build([(PROMPT, LENGTHS)]), torch.cat([prompt, *responses])
+    wanted = separate(model, prompt, responses)
+    shared = attach(model, CascadeBackend(), UNCHECKED)
+    assert (shared.log_probs(ids, plan)[0] - wanted).abs().max() < 1e-12
+    shared.detach()
+    setattr(model.config, key, 1.0)  # the model keeps its own factor, head_of reads this one
+    assert (attach(model, CascadeBackend(), UNCHECKED).log_probs(ids, plan)[0] - wanted).abs().max() > 1e-2
+
+
+def test_entropies_and_their_gradient_equal_those_of_separate_rows():
+    model = build("qwen3")
+    prompt, responses = group()
+    found = []
+    for response in responses:
+        logits = model(input_ids=torch.cat([prompt, response])[None], use_cache=False).logits[0]
+        rows = torch.log_softmax(logits[len(prompt) - 1 : len(prompt) - 1 + len(response)] / 0.7, -1)
+        found.append(-(rows.exp() * rows).sum(-1))
+    wanted = torch.cat(found)
+    wanted_gradients = gradients(model, wanted)
+    shared = attach(model, CascadeBackend(), UNCHECKED)
+    plan, ids = SharedPromptPlan.build([(PROMPT, LENGTHS)]), torch.cat([prompt, *responses])
+    log_probs, entropies = shared.log_probs(ids, plan, temperature=0.7, entropy=True)
+    assert (entropies - wanted).abs().max() < 1e-12
+    assert relative(gradients(model, entropies), wanted_gradients) < 1e-6
+    log_probs, _ = shared.log_probs(ids, plan, temperature=0.7)
+    assert relative(gradients(model, log_probs), wanted_gradients) > 1e-2  # another quantity's gradient
+
+
+def test_a_backend_s_own_options_are_taken_only_if_they_are_ours():
+    backend = CascadeBackend()
+    backend.options = {"self_check": "a third party's"}
+    prompt, responses = group()
+    plan, ids = SharedPromptPlan.build([(PROMPT, LENGTHS)]), torch.cat([prompt, *responses])
+    assert attach(build("llama"), backend).log_probs(ids, plan)[0].shape == (sum(LENGTHS),)
+    faulty = Faulty("drops the mask")
+    faulty.options = UNCHECKED
+    attach(build("llama"), faulty).log_probs(ids, plan)  # ours: the check is off
 
 
 @pytest.mark.parametrize("backend", [CascadeBackend(), ReferenceBackend()], ids=lambda backend: backend.name)

@@ -187,7 +187,7 @@ RECIPE = [
     Case("plug-in that returns no loss", ("'stranger' returned no PolicyLoss", "'int'"),
          {"metronome": {"loss": "faulty"}},
          prepare=plugin("stranger_type", PLUGIN.format(name="faulty", body="return 3"))),
-    Case("two plug-ins of one name", ("two plug-ins offer", "'ppo'", "METRONOME_DISABLE_PLUGINS=stranger"),
+    Case("two plug-ins of one name", ("offered twice", "'ppo'", "METRONOME_DISABLE_PLUGINS=stranger"),
          prepare=plugin("stranger_twice", PLUGIN.format(name="ppo", body="return None"))),
     Case("plug-in switched off that isn't there", ("no such plug-in", "'a3p'", "use 'a3po'"),
          prepare=lambda _, patch: patch.setenv("METRONOME_DISABLE_PLUGINS", "a3p")),
@@ -512,7 +512,9 @@ class _Thread:
 def worker_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers as threads of this process: the same code and messages without ten seconds of imports each."""
     pool, worker = metronome_local.pool, metronome_local.worker
-    quiet = types.SimpleNamespace(signal=lambda *_: None, SIGINT=2, SIG_IGN=None)
+    quiet = types.SimpleNamespace(
+        signal=lambda *_: None, pthread_sigmask=lambda *_: None, SIGINT=2, SIG_IGN=None, SIG_UNBLOCK=None
+    )
     monkeypatch.setattr(worker, "signal", quiet)
 
     def spawn(self: Any, number: int) -> Any:

@@ -109,6 +109,17 @@ def test_a_window_that_stays_in_the_mask_is_noticed_at_first_use():
         shared.hidden_states(torch.arange(3, 13), SharedPromptPlan.build([(5, [3, 2])]))
 
 
+def test_attention_that_is_not_causal_is_refused_at_first_use():
+    model = build("llama", {})
+    shared = attach(model, CascadeBackend())
+    row, plan = torch.arange(3, 13), SharedPromptPlan.build([(5, [3, 2])])
+    model.model.layers[1].self_attn.is_causal = False
+    with pytest.raises(ConfigurationError, match=r"isn't causal.*attention: host"):
+        shared.hidden_states(row, plan)
+    model.model.layers[1].self_attn.is_causal = True
+    assert torch.isfinite(shared.hidden_states(row, plan)).all()
+
+
 def test_adapters_that_drop_or_shift_are_refused():
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.05)

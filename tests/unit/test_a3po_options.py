@@ -27,8 +27,15 @@ BAD = [
     ("a3po", {"cap": float("inf")}, "metronome.a3po.cap", "null for none"),
     ("a3po", {"cap_mode": "clip"}, "metronome.a3po.cap_mode", "'mask' or 'truncate'"),
     ("a3po", {"dual_clip": 1.0}, "metronome.a3po.dual_clip", "above 1"),
-    ("a3po", {"importance_weight": False, "cap": 5.0}, "metronome.a3po", "set cap: null"),
+    ("a3po", {"importance_weight": False, "cap": 4.0}, "metronome.a3po", "remove cap, or"),
     ("a3po", {"importance_weight": "perhaps"}, "metronome.a3po.importance_weight", "boolean"),
+    ("a3po", {"proximal": "reuse", "fresh": "target"}, "metronome.a3po", "remove fresh, or set proximal: loglinear"),
+    ("a3po", {"proximal": "behavior", "fresh": "target"}, "metronome.a3po", "remove fresh"),
+    ("a3po", {"proximal": "behavior", "cap": 4.0}, "metronome.a3po", "remove cap, or"),
+    ("a3po", {"proximal": "behavior", "cap_mode": "truncate"}, "metronome.a3po", "remove cap_mode, or"),
+    ("a3po", {"proximal": "behavior", "importance_weight": False}, "metronome.a3po", "remove importance_weight, or"),
+    ("a3po", {"cap": None, "cap_mode": "truncate"}, "metronome.a3po", "remove cap_mode, or set cap: 5.0"),
+    ("a3po", {"importance_weight": False, "cap_mode": "truncate"}, "metronome.a3po", "importance_weight: true"),
     ("a3po", {"clip_hi": 0.2}, "metronome.a3po", "use 'clip_high'"),
     ("ppo", {"clip_low": "wide"}, "metronome.ppo.clip_low", "number"),
     ("ppo", {"dual_clip": 0.9}, "metronome.ppo.dual_clip", "above 1"),
@@ -53,7 +60,9 @@ def test_a_bad_option_is_one_line_with_place_and_remedy(name, values, where, rem
         {"cap": None, "importance_weight": False},
         {"importance_weight": False},
         {"cap": 1, "cap_mode": "truncate", "dual_clip": 3},
-        {"clip_low": 0.4, "clip_high": 0.6, "proximal": "reuse", "fresh": "target", "strict": False},
+        {"clip_low": 0.4, "clip_high": 0.6, "proximal": "reuse", "cap": 2, "strict": False},
+        {"proximal": "loglinear", "fresh": "target", "cap_mode": "truncate", "importance_weight": True},
+        {"proximal": "behavior", "dual_clip": 3},
     ],
     ids=str,
 )
@@ -110,3 +119,9 @@ def test_the_meter_leaves_out_what_was_never_counted():
     meter = Meter()
     meter.add({"staleness": (0.0, 0.0)}, {})
     assert meter.result() == {}
+
+
+@pytest.mark.parametrize("name", ["a3po", "ppo"])
+def test_every_default_may_be_written_out(name):
+    (offer,) = [offer for offer in plugin.describe() if offer.name == name]
+    assert parse_options(MODELS[name], offer.options, "metronome") == MODELS[name]()

@@ -304,7 +304,55 @@ def test_doctor_names_plugins_that_the_environment_disables(
 def test_doctor_reports_two_plugins_that_offer_one_name(installed: Any, capsys: pytest.CaptureFixture[str]) -> None:
     installed["metronome"].append(Point("two", plugin()))
     assert main(["doctor", "--json"]) == 2
-    assert "'one' and 'two' offer the same policy_loss 'plain'" in report(capsys)["problems"][0]
+    (problem,) = report(capsys)["problems"]
+    assert (
+        "'one' (example-distribution 1.2) at policy_loss and 'two' (example-distribution 1.2) at policy_loss" in problem
+    )
+    assert "found 'plain'" in problem
+    assert "METRONOME_DISABLE_PLUGINS=two" in problem
+
+
+def offering(*offered: Any) -> types.ModuleType:
+    module = types.ModuleType("offering")
+    module.describe = hookimpl(specname="describe")(lambda: list(offered))  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.mark.parametrize(
+    ("offer", "part"),
+    [
+        (Offer("attention", "plain", "a loss's name at another hook"), "at policy_loss"),
+        (Offer("attention", "group_controller", "a key's name"), "a selector's key; found 'group_controller'"),
+        (Offer("attention", ["x"], "a name that can't be hashed"), "describe of plug-in 'two'"),  # type: ignore[arg-type]
+        (Offer("attention", "x", "no options", None), "describe of plug-in 'two'"),  # type: ignore[arg-type]
+    ],
+)
+def test_doctor_reports_names_and_offers_that_cannot_be_used(
+    installed: Any, capsys: pytest.CaptureFixture[str], offer: Offer, part: str
+) -> None:
+    installed["metronome"].append(Point("two", offering(offer)))
+    assert main(["doctor", "--json"]) == 2
+    (problem,) = report(capsys)["problems"]
+    assert part in problem
+
+
+def test_plugins_lists_options_that_no_copy_can_be_made_of(installed: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    frozen = types.MappingProxyType({"cap": 5.0, "kinds": types.MappingProxyType({})})
+    installed["metronome"] = [Point("one", offering(Offer("policy_loss", "plain", "frozen", frozen)))]
+    assert main(["plugins"]) == 0
+    assert "cap=5.0" in capsys.readouterr().out
+    assert main(["plugins", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["options"]["cap"] == 5.0
+
+
+@pytest.mark.parametrize("wrong", [SystemExit(0), SystemExit("bye")], ids=repr)
+@pytest.mark.parametrize("command", ["plugins", "doctor"])
+def test_a_plugin_that_exits_at_import_does_not_end_the_command_with_its_code(
+    installed: Any, capsys: pytest.CaptureFixture[str], command: str, wrong: SystemExit
+) -> None:
+    installed["metronome"].append(Point("bad", wrong))
+    assert main([command]) == 2
+    assert "'bad' raised at import: SystemExit" in " ".join("".join(capsys.readouterr()).split())
 
 
 def test_doctor_reports_a_host_that_raises_at_import(installed: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,6 +145,29 @@ def test_a_page_that_differs_from_the_code_is_noticed(
         test_every_option_of_a_shipped_plugin_is_documented_with_its_default()
 
 
+def dead_links(page: Path) -> list[str]:
+    """The relative links of ``page`` that point to nothing; code blocks left out."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)\s]+)[^)]*\)|^\[[^\]]+\]:\s*(\S+)", text, flags=re.MULTILINE)
+    links = [(one or other).partition("#")[0] for one, other in targets]
+    local = [link for link in links if link and not re.match(r"[a-z]+:", link)]
+    return [link for link in local if not (page.parent / link).exists()]
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_relative_link_points_to_a_file(page: Path) -> None:
+    assert dead_links(page) == []
+
+
+def test_a_dead_link_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text('[a](page.md#part) [b](gone.md "title") [c](https://x.org/y)\n[d]: lost/\n`[e](code.md)`\n')
+    assert dead_links(page) == ["gone.md", "lost/"]
+
+
 def test_changelog_fragments_are_named_by_issue_and_kind() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     kinds = set(re.findall(r'directory = "(\w+)"\nname', project))

@@ -330,7 +330,7 @@ def test_the_success_rate_counts_generated_groups_and_forgets():
     assert metrics["success_rate"] == (1 + 4) / (2 + 8)
     metrics = controller.observe(StepStats(1, [group(4, False, [0.2, 0.0, 0.0, -1.0])]))
     assert metrics["success_rate"] == (1 + 2 + 1) / (2 + 4 + 4)
-    strict = sagc(success_above=0.5).observe(StepStats(0, [group(4, False, [0.2, 1.0, 0.0, 0.0])]))
+    strict = sagc(utility="dapo", success_above=0.5).observe(StepStats(0, [group(4, False, [0.2, 1.0, 0.0, 0.0])]))
     assert strict["success_rate"] == (1 + 1) / (2 + 4)
 
 
@@ -384,6 +384,38 @@ def test_a_state_of_other_sizes_is_refused_and_leaves_the_controller_as_it_was()
     assert controller.state_dict() == before
 
 
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"index": 3}, "index 3 isn't one of 3 sizes"),
+        ({"index": -1}, "index -1"),
+        ({"index": math.inf}, "OverflowError"),
+        ({"a": [1.0, 1.0]}, "a must hold 3"),
+        ({"b": [1.0] * 4}, "b must hold 3"),
+        ({"a": [1.0, 0.0, 1.0]}, "a must hold 3 finite positive"),
+        ({"b": [1.0, math.nan, 1.0]}, "b must hold 3 finite positive"),
+        ({"b": [1.0, math.inf, 1.0]}, "b must hold 3 finite positive"),
+        ({"lambda": -0.1}, "between 0 and lambda_max 10.0"),
+        ({"lambda": 10.5}, "between 0 and lambda_max 10.0"),
+        ({"lambda": math.nan}, "between 0 and lambda_max 10.0"),
+        ({"successes": math.nan}, "are no rate"),
+        ({"successes": 5.0, "rollouts": 4.0}, "are no rate"),
+        ({"successes": 1.0, "rollouts": math.inf}, "are no rate"),
+        ({"dwell": -1}, "must count up from 0"),
+    ],
+)
+def test_a_state_that_cannot_be_true_is_refused_and_leaves_the_controller_as_it_was(wrong, message):
+    saved = sagc()
+    wander(saved, 30)
+    state, controller = saved.state_dict(), sagc()
+    before = controller.state_dict()
+    with pytest.raises(ConfigurationError, match=message):
+        controller.load_state_dict({**state, **wrong})
+    assert controller.state_dict() == before
+    controller.load_state_dict(state)
+    assert controller.state_dict() == state
+
+
 # --- the options ----------------------------------------------------------------------------------
 
 
@@ -399,6 +431,9 @@ def test_a_state_of_other_sizes_is_refused_and_leaves_the_controller_as_it_was()
         ({"tau": 1.0}, "greater than 1"),
         ({"tau": math.nan}, "metronome.sagc.tau"),
         ({"idle_tau": 1.0}, "less than 1"),
+        ({"event": "step_idle", "tau": 3.0}, "set idle_tau instead, or event: mean_ratio"),
+        ({"idle_tau": 0.6}, "set tau instead, or event: step_idle"),
+        ({"success_above": 0.5}, "utility: dapo"),
         ({"delta": 0.0}, "greater than 0"),
         ({"delta": 1.0}, "less than 1"),
         ({"eta": 0.0}, "greater than 0"),
@@ -416,6 +451,12 @@ def test_a_state_of_other_sizes_is_refused_and_leaves_the_controller_as_it_was()
 def test_options_that_cannot_be_true_are_refused(options, message):
     with pytest.raises(ConfigurationError, match=message):
         group_controller("sagc", options, 0)
+
+
+def test_options_that_have_an_effect_are_taken():
+    assert group_controller("sagc", {"tau": 3.0}, 0).size() == 16
+    assert group_controller("sagc", {"event": "step_idle", "idle_tau": 0.4}, 0).size() == 16
+    assert group_controller("sagc", {"utility": "dapo", "success_above": 0.5}, 0).size() == 16
 
 
 def test_a_group_of_one_is_refused_with_the_reason():
@@ -444,9 +485,15 @@ def test_fixed_refuses_the_state_of_another_size():
         Fixed(FixedOptions(size=8)).load_state_dict(Fixed(FixedOptions(size=16)).state_dict())
 
 
+def test_the_plugin_hands_its_seed_on():
+    first, other = (wander(group_controller("sagc", {"delta": 0.4}, seed), 200) for seed in (3, 4))
+    assert first == wander(sagc(3, delta=0.4), 200)
+    assert first != other
+
+
 def test_the_plugin_answers_only_to_its_own_names():
     assert group_controller("other", {}, 0) is None
     for offer in describe():
-        built = group_controller(offer.name, offer.options, 0)
+        built = group_controller(offer.name, {}, 0)
         assert isinstance(built, GroupController)
         assert built.name == offer.name

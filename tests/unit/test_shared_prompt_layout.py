@@ -122,6 +122,8 @@ def test_the_plugin_builds_its_own_names_only():
         ("shared_prompt", {"backend": "flash"}, "cpu", "'cascade'"),
         ("shared_prompt", {"selfcheck": False}, "cpu", "self_check"),
         ("shared_prompt", {"self_check_tolerance": 0}, "cpu", "greater than 0"),
+        ("shared_prompt", {"self_check_tolerance": float("inf")}, "cpu", "finite"),
+        ("shared_prompt", {"self_check_tolerance": 0.1, "self_check": False}, "cpu", "set self_check: true"),
         ("shared_prompt", {"backend": "cascade"}, "cuda", "backend: auto"),
         ("host", {"backend": "auto"}, "cpu", "unknown key"),
     ],

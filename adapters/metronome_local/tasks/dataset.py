@@ -22,9 +22,9 @@ class DatasetTask:
         self.settings, self.tokenizer, self.seed = settings, tokenizer, seed
         self._reward = function_at(from_folder(settings.reward, base), "task.reward")
         path = base / Path(settings.path).expanduser()
-        records = _read(path)
+        records = read_records(path)
         contents = [_content(record, place, settings.system) for place, record in enumerate(records)]
-        count = int(len(records) * settings.held_out)
+        count = min(max(int(len(records) * settings.held_out), settings.held_out > 0), len(records) - 1)
         order = list(range(len(records)))
         random.Random("held out").shuffle(order)
         self._held, self._train = sorted(order[:count]), sorted(order[count:])
@@ -98,7 +98,8 @@ def _text(path: Path) -> str:
         ) from error
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSONL or Parquet file; raises ConfigurationError, naming the line, for what can't be read."""
     if not path.is_file():
         raise ConfigurationError("no such file", found=str(path), where="task.path", remedy="a JSONL or Parquet file")
     records: list[dict[str, Any]] = []

@@ -87,10 +87,13 @@ class ReasoningGymTask:
 
     def _score(self, prompt: Prompt, text: str) -> float:
         dataset = next(iter(self._chunks.values()), None) or self._dataset(0, 1)
-        return float(dataset.score_answer(answer=text.strip(), entry=prompt.columns["entry"]))
+        try:
+            return float(dataset.score_answer(answer=text.strip(), entry=prompt.columns["entry"]))
+        except Exception:  # some of its scorers raise on text that they can't parse: a wrong answer
+            return 0.0
 
     def rewards(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[float]:
-        """reasoning-gym's own score of the whole text, 0..1."""
+        """reasoning-gym's own score of the whole text, 0..1; 0 where its scorer can't parse the text."""
         return [self._score(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
 
     def accuracy(self, prompt: Prompt, text: str, reward: float) -> float:

@@ -79,9 +79,27 @@ class A3poOptions(ClipOptions):
         return value
 
     @model_validator(mode="after")
-    def _cap_needs_weight(self) -> A3poOptions:
-        if not self.importance_weight and "cap" in self.model_fields_set and self.cap is not None:
-            raise ValueError("cap bounds the importance weight: set cap: null, or importance_weight: true")
+    def _has_effect(self) -> A3poOptions:
+        written = self.changed()
+        if "fresh" in written and self.proximal != "loglinear":
+            raise ValueError("fresh is the anchor of the interpolation: remove fresh, or set proximal: loglinear")
+        weighing = [
+            name
+            for name in ("cap", "cap_mode", "importance_weight")
+            if name in written and getattr(self, name) is not None
+        ]
+        if weighing and self.proximal == "behavior":
+            raise ValueError(
+                f"the importance weight is 1 under proximal: behavior: remove {', '.join(weighing)}, "
+                "or set proximal: loglinear"
+            )
+        if "cap_mode" in written and self.cap is None:
+            raise ValueError("cap_mode says what a cap does: remove cap_mode, or set cap: 5.0")
+        bounding = [name for name in ("cap", "cap_mode") if name in written and getattr(self, name) is not None]
+        if bounding and not self.importance_weight:
+            raise ValueError(
+                f"the cap bounds the importance weight: remove {', '.join(bounding)}, or set importance_weight: true"
+            )
         return self
 
 

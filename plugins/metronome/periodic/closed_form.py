@@ -1,4 +1,4 @@
-"""How long a period takes, exactly, for one serial trainer (TECHNIQUES 1, ours)."""
+"""How long a period takes, exactly, for one serial trainer (docs/techniques/periodic.md, ours)."""
 
 from __future__ import annotations
 

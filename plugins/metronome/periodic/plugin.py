@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from metronome.contracts import Offer, RolloutSource
 from metronome.hookspecs import hookimpl
@@ -31,6 +31,13 @@ class PeriodicOptions(Options):
     audit_every: int = 0
     audit_tolerance: float = 1e-4
 
+    @field_validator("audit_every", mode="before")
+    @classmethod
+    def _a_count(cls, value: object) -> object:
+        if isinstance(value, bool):  # else true would mean every period
+            raise ValueError("audit_every: 0 (never) or N (one period in N)")
+        return value
+
     @field_validator("audit_every")
     @classmethod
     def _not_negative(cls, value: int) -> int:
@@ -44,6 +51,12 @@ class PeriodicOptions(Options):
         if not (value > 0.0 and math.isfinite(value)):
             raise ValueError("audit_tolerance: a relative difference above 0, such as 1e-4")
         return value
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> PeriodicOptions:
+        if "audit_tolerance" in self.changed() and not self.audit_every:
+            raise ValueError("audit_tolerance is the audit's: remove it, or set audit_every: N (one period in N)")
+        return self
 
 
 class BoundedOptions(Options):

@@ -1,6 +1,6 @@
-"""The rules under which periodic asynchrony keeps the synchronous gradient, as a table (TECHNIQUES 1, ours).
+"""The rules under which periodic asynchrony keeps the synchronous gradient, as a table (ours).
 
-The paper (arXiv 2511.18871) claims the equality; its conditions (a)-(h) are our derivation.
+The paper (arXiv 2511.18871) claims the equality; its conditions (a)-(h) are ours: docs/techniques/periodic.md.
 """
 
 from __future__ import annotations

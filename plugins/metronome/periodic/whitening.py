@@ -1,4 +1,4 @@
-"""Batch-whitened advantages under streaming, by two gradient accumulators (TECHNIQUES 1 (b), ours).
+"""Batch-whitened advantages under streaming, by two gradient accumulators (docs/techniques/periodic.md (b), ours).
 
 Where the policy ratio is one, the gradient is linear in the advantages, so mean mu and deviation sigma of the
 batch may be applied after the last arrival:

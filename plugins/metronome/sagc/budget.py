@@ -14,7 +14,7 @@ def prompts(budget: Budget, rollout_budget: int, multiple: int, *, size: int, la
 
     ``fixed_rollouts``: ``floor(R / G)``, as many rollouts whatever G is, so smaller groups mean more prompts.
     ``fixed_prompts``: ``floor(R / largest)``, the same prompts whatever G is, so smaller groups mean fewer
-    rollouts (the paper's rows; TECHNIQUES 4).
+    rollouts (the paper's rows; docs/techniques/sagc.md).
 
     Then the rule: P is rounded DOWN to ``multiple``, and is at least ``multiple``. Nothing is padded: the
     step has exactly P * G rollouts. That is at most R, except where R itself is too small for one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from metronome.sagc.options import SagcOptions, utility
 
 
 class SagcController:
-    """Chooses G by dual ascent and Thompson sampling (arXiv 2606.02218; TECHNIQUES 4).
+    """Chooses G by dual ascent and Thompson sampling (arXiv 2606.02218; docs/techniques/sagc.md).
 
     maximise u(G) subject to E[S | G] <= delta, where S = 1 in a step with stragglers. After each step::
 
@@ -126,7 +127,7 @@ class SagcController:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores ``state_dict``; raises ConfigurationError for a state of other sizes or without a key."""
+        """Restores ``state_dict``; raises ConfigurationError for a state of other sizes, without a key, or untrue."""
         where = "state of group controller 'sagc'"
         missing = sorted(set(self.state_dict()) - set(state))
         if missing:
@@ -146,7 +147,7 @@ class SagcController:
         restored = SagcController(self._options, seed=0)
         try:
             restored._restore(state)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise ConfigurationError(
                 f"the state can't be read: {type(error).__name__}: {error}",
                 where=where,
@@ -156,7 +157,7 @@ class SagcController:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self._index = int(state["index"])
-        self._lambda = min(self._options.lambda_max, float(state["lambda"]))
+        self._lambda = float(state["lambda"])
         self._a = [float(value) for value in state["a"]]
         self._b = [float(value) for value in state["b"]]
         self._step, self._dwell, self._capped = (int(state[key]) for key in ("step", "dwell", "capped"))
@@ -164,6 +165,22 @@ class SagcController:
         self._successes, self._rollouts = float(state["successes"]), float(state["rollouts"])
         self._rng.bit_generator.state = state["random"]
         self._reason = str(state["reason"])
+        self._check()
+
+    def _check(self) -> None:
+        """Raises ValueError for a state that no run of these options can reach."""
+        sizes, cap = len(self._options.sizes), self._options.lambda_max
+        if not 0 <= self._index < sizes:
+            raise ValueError(f"index {self._index} isn't one of {sizes} sizes")
+        for name, values in (("a", self._a), ("b", self._b)):
+            if len(values) != sizes or not all(0 < value < math.inf for value in values):
+                raise ValueError(f"{name} must hold {sizes} finite positive numbers, found {values}")
+        if not 0 <= self._lambda <= cap:
+            raise ValueError(f"lambda {self._lambda} isn't between 0 and lambda_max {cap}")
+        if not 0 <= self._successes <= self._rollouts < math.inf:
+            raise ValueError(f"{self._successes} successes of {self._rollouts} rollouts are no rate")
+        if self._step < -1 or self._dwell < 0 or self._capped < 0:
+            raise ValueError(f"step {self._step}, dwell {self._dwell} and capped {self._capped} must count up from 0")
 
     def _event(self, groups: list[GroupStats], bubble: float | None) -> events.Event:
         if self._options.event == "mean_ratio":

@@ -1,6 +1,6 @@
 """What one step's response lengths say about stragglers; pure functions of host numbers, no torch.
 
-Conventions [ours], since the paper's abstract leaves them open (TECHNIQUES 4):
+Conventions [ours], since the paper's abstract leaves them open (docs/techniques/sagc.md):
 
 - the median of an even number of lengths is the mean of the two middle ones (torch.median takes the lower);
 - lengths below one token count as one token, so an empty response never divides by zero and a group of

@@ -17,7 +17,7 @@ _RATE_GUARD = 1e-6
 
 
 class SagcOptions(Options):
-    """Options of ``sagc``; no value of the paper is public, so every default is ours (TECHNIQUES 4).
+    """Options of ``sagc``; no value of the paper is public, so every default is ours (docs/techniques/sagc.md).
 
     Attributes:
         sizes: the group sizes to choose from, sorted, each at least 2.
@@ -82,6 +82,17 @@ class SagcOptions(Options):
             raise ValueError(f"lambda_start must not exceed lambda_max: {self.lambda_max}")
         if self.eta >= self.lambda_max:
             raise ValueError(f"eta must be below lambda_max: {self.lambda_max}; one step would reach the cap")
+        return self
+
+    @model_validator(mode="after")
+    def _have_effect(self) -> SagcOptions:
+        written = self.changed()
+        if "tau" in written and self.event != "mean_ratio":
+            raise ValueError("tau is the threshold of mean_ratio: set idle_tau instead, or event: mean_ratio")
+        if "idle_tau" in written and self.event != "step_idle":
+            raise ValueError("idle_tau is the threshold of step_idle: set tau instead, or event: step_idle")
+        if "success_above" in written and self.utility != "dapo":
+            raise ValueError("success_above decides in the dapo utility: remove it, or set utility: dapo")
         return self
 
 

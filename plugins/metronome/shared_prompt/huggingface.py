@@ -29,8 +29,8 @@ def attach(
 
     Args:
         model: a causal language model of transformers, or peft's wrapper around one.
-        backend: what computes attention; its ``options``, if it has any, are the default of the next
-        argument.
+        backend: what computes attention; its ``options``, if they are SharedPromptOptions, are the default of
+            the next argument.
         options: whether and how closely the first use is checked.
 
     Raises ConfigurationError, with the reason, for models that shared rows can't serve (``refusals.py``) and
@@ -48,7 +48,10 @@ def attach(
     refused = refusal(model, base, config)
     if refused is not None:
         raise _refused(base, *refused)
-    return SharedPromptModel(base, config, backend, options or getattr(backend, "options", None))
+    own = getattr(backend, "options", None)  # a third party's backend may mean something else by this name
+    if options is None and isinstance(own, SharedPromptOptions):
+        options = own
+    return SharedPromptModel(base, config, backend, options)
 
 
 class SharedPromptModel:

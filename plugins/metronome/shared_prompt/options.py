@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from metronome.settings import Options
 
@@ -22,4 +22,10 @@ class SharedPromptOptions(Options):
 
     backend: Literal["auto", "reference", "cascade"] = "auto"
     self_check: bool = True
-    self_check_tolerance: float | None = Field(default=None, gt=0)
+    self_check_tolerance: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> SharedPromptOptions:
+        if "self_check_tolerance" in self.changed() and not self.self_check:
+            raise ValueError("self_check_tolerance is the self-check's: remove it, or set self_check: true")
+        return self

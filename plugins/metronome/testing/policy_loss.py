@@ -21,9 +21,9 @@ def check_policy_loss(loss: PolicyLoss, *, seed: int = 0) -> None:
 
     Checked on seeded batches with several rows, masked tokens, and known and unknown staleness: shape,
     dtype, gradient through ``log_probs`` only, zero loss and zero gradient where the mask is False even if
-    the values there are NaN, the same loss and gradient per token and the same sums and maxima however the
-    rows are split, determinism, inputs left as they are, an empty batch, and a second visit where
-    ``keeps_proximal`` is set.
+    the values there are NaN, and where the advantage is zero, the same loss and gradient per token and the
+    same sums and maxima however the rows are split, determinism, inputs left as they are, an empty batch, and
+    a second visit where ``keeps_proximal`` is set.
 
     Args:
         loss: the object under test.
@@ -36,6 +36,7 @@ def check_policy_loss(loss: PolicyLoss, *, seed: int = 0) -> None:
     _check_result(loss, batch)
     _check_gradient(loss, batch)
     _check_mask(loss, batch)
+    _check_zero_advantage(loss, batch)
     _check_split(loss, batch)
     _check_empty(loss, batch)
     if loss.keeps_proximal:
@@ -150,6 +151,14 @@ def _check_mask(loss: PolicyLoss, batch: LossBatch) -> None:
         same = torch.equal(result.loss, clean.loss) and torch.equal(gradient, clean_gradient)
         assert same, "values where the mask is False must not change the other tokens"
         assert result.metrics == clean.metrics, "values where the mask is False must not change the metrics"
+
+
+def _check_zero_advantage(loss: PolicyLoss, batch: LossBatch) -> None:
+    where = torch.arange(len(batch.advantages)) % 2 == 0
+    result, gradient = _loss_and_gradient(loss, replace(batch, advantages=batch.advantages.masked_fill(where, 0.0)))
+    because = "where the advantage is zero: hosts leave out groups whose advantages are all zero"
+    assert not bool(result.loss[where].any()), f"the loss must be zero {because}"
+    assert not bool(gradient[where].any()), f"the gradient must be zero {because}"
 
 
 def _check_split(loss: PolicyLoss, batch: LossBatch) -> None:
