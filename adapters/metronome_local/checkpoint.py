@@ -45,7 +45,8 @@ class Checkpoints:
         (building / "state.json").write_text(json.dumps(state))
         replaced = folder.with_suffix(".replaced")
         if folder.exists():
-            folder.rename(replaced)
+            shutil.rmtree(replaced, ignore_errors=True)
+            folder.rename(replaced)  # until its successor stands it counts as the checkpoint
         building.rename(folder)
         shutil.rmtree(replaced, ignore_errors=True)
         for old in _complete(self.run_folder)[: -self._keep]:
@@ -127,4 +128,8 @@ def check_recipe(run_folder: Path, new: dict[str, Any]) -> None:
 
 
 def _complete(run_folder: Path) -> list[Path]:
-    return sorted(path for path in (run_folder / _FOLDER).glob("*") if path.is_dir() and path.suffix == "")
+    def whole(path: Path) -> bool:
+        kept = path.suffix == ".replaced" and not path.with_suffix("").exists()
+        return path.is_dir() and (path.suffix == "" or kept)
+
+    return sorted(path for path in (run_folder / _FOLDER).glob("*") if whole(path))

@@ -21,7 +21,7 @@ class Rollouts:
     def __init__(self, task: Task, scorer: Scorer, pool: RolloutPool, max_prompt_tokens: int, timeout: float) -> None:
         self.task, self.scorer, self.pool = task, scorer, pool
         self._limit, self._timeout = max_prompt_tokens, timeout
-        self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._unscored = 0
         # A daemon: a reward function that hangs must not keep the process from ending.
         threading.Thread(target=self._score_forever, name="metronome-reward", daemon=True).start()
@@ -44,12 +44,12 @@ class Rollouts:
         scored: Future[Group] = Future()
 
         def score() -> None:
-            self._unscored -= 1
             if scored.set_running_or_notify_cancel():  # else the stream was closed meanwhile
                 try:
                     scored.set_result(self.scorer.score(generated.result()))
                 except BaseException as error:
                     scored.set_exception(error)
+            self._unscored -= 1
 
         def done(_: Future[Group]) -> None:
             if generated.cancelled():
@@ -76,8 +76,9 @@ class Rollouts:
         return sum(self.task.accuracy(one.prompt, one.texts[0], one.rewards[0]) for one in groups) / len(groups)
 
     def close(self) -> None:
-        """Ends the workers."""
+        """Ends the workers, and the reward thread unless a function hangs."""
         self.pool.close()
+        self._waiting.put(None)
 
     def describe(self) -> str:
         """What the workers and the reward function do, for messages and the progress line."""
@@ -85,5 +86,5 @@ class Rollouts:
         return self.pool.describe() + scoring
 
     def _score_forever(self) -> None:
-        while True:
-            self._waiting.get()()
+        while (score := self._waiting.get()) is not None:
+            score()

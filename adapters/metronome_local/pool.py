@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -103,7 +104,7 @@ class RolloutPool:
             self._phase = "applying"
             for worker in self._workers:
                 if worker.ready:
-                    self._send(worker, ("weights", version))
+                    self._apply(worker)
             self._wait(
                 lambda: all(worker.applied == version for worker in self._workers),
                 f"every worker to apply version {version}",
@@ -168,6 +169,11 @@ class RolloutPool:
         except (BrokenPipeError, ConnectionResetError, OSError):
             return  # it died; the collector sees its sentinel and replaces it
 
+    def _apply(self, worker: _Worker) -> None:
+        """Sends the weights; from here on a publication must pause it first, acknowledged or not."""
+        worker.paused = False
+        self._send(worker, ("weights", self.version))
+
     def _spawn(self, number: int) -> _Worker:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
@@ -176,7 +182,9 @@ class RolloutPool:
             name=f"metronome-rollout-{number}",
             daemon=True,
         )
-        # A terminal's Ctrl-C reaches the whole group: until the child ignores it, it is blocked.
+        # A terminal's Ctrl-C reaches the whole group: until the child ignores it, it is blocked. The tracker
+        # comes first, for its own start would unblock it.
+        resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()
@@ -231,7 +239,7 @@ class RolloutPool:
                 if pending.worker == worker.number:
                     self._send(worker, ("generate", pending.job))
             if self._phase == "applying" and self.version is not None:
-                self._send(worker, ("weights", self.version))
+                self._apply(worker)
         elif kind == "paused":
             worker.paused = True
         elif kind == "applied":
@@ -262,7 +270,7 @@ class RolloutPool:
                     where="publication",
                 )
             )
-        worker.applied, worker.paused = version, False
+        worker.applied = version
 
     def _replace(self, worker: _Worker) -> None:
         lost = [pending.job.prompt.index for pending in self._pending.values() if pending.worker == worker.number]

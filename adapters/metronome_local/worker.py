@@ -255,9 +255,10 @@ class _Worker:
 
 
 def _is_whole(row: Any) -> bool:
-    """A prompt, a sampled token, and every list of the response of one length."""
+    """Lists throughout: a prompt, a sampled token, and every list of the response of one length."""
     return (
         isinstance(row, Row)
+        and all(isinstance(values, list) for values in (row.prompt, row.response, row.trained))
         and bool(row.prompt)
         and any(row.trained)
         and len({len(values) for values in (row.response, row.trained, row.log_probs, row.versions)}) == 1

@@ -39,12 +39,22 @@ class ArithmeticTask:
             self._held = set()
             while len(self._held) < settings.held_out:
                 self._held.add(tuple(sorted(self._draw(rng))))
-        examples: list[tuple[int, ...]] = []
-        while len(examples) < settings.shots:
-            numbers = self._draw(rng)
-            if tuple(sorted(numbers)) not in self._held and numbers not in examples:
-                examples.append(numbers)
+        examples = self._worked_examples(rng)
         self._examples = [(self._question(numbers), str(sum(numbers))) for numbers in examples]
+
+    def _worked_examples(self, rng: random.Random) -> list[tuple[int, ...]]:
+        """``shots`` problems outside the held-out set whose sums are spread over all sums, in mixed order."""
+        low, high = (bound * self.settings.terms for bound in self._numbers)
+        examples: list[tuple[int, ...]] = []
+        for place in range(self.settings.shots):
+            wanted = low + (high - low) * (place + 0.5) / self.settings.shots
+            drawn = [self._draw(rng) for _ in range(64)]
+            free = [n for n in drawn if tuple(sorted(n)) not in self._held and n not in examples]
+            while not free:
+                free = [n for n in [self._draw(rng)] if tuple(sorted(n)) not in self._held and n not in examples]
+            examples.append(min(free, key=lambda numbers: abs(sum(numbers) - wanted)))
+        rng.shuffle(examples)
+        return examples
 
     def _draw(self, rng: random.Random) -> tuple[int, ...]:
         return tuple(rng.randint(*self._numbers) for _ in range(self.settings.terms))
