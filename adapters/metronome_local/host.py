@@ -93,7 +93,13 @@ def default_folder(name: str) -> Path:
 def empty_folder(output: str) -> Path:
     """``output`` as a folder to make or to fill; raises ConfigurationError if something stands there."""
     folder = Path(output)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    try:
+        taken = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
+    except OSError as error:  # a name too long, a folder that can't be read
+        raise ConfigurationError(
+            f"the run folder can't be used: {error.strerror}", found=output, where="--output", remedy="another folder"
+        ) from error
+    if taken:
         raise ConfigurationError(
             "the run folder isn't empty" if folder.is_dir() else "the run folder is a file",
             found=output,

@@ -160,7 +160,7 @@ class Trainer:
                 period.version,
                 self.parts.audit_attention,
                 expected_rows=period.prompts * period.size,
-                tolerance=self.source.audit_tolerance,  # type: ignore[attr-defined]
+                tolerance=getattr(self.source, "audit_tolerance", 1e-4),
                 where=f"period {self.period}",
             )
         self._uninterruptible = True

@@ -71,7 +71,7 @@ def _refuse_impossible(recipe: Recipe, selection: Selection) -> None:
             remedy="remove one of them",
         )
     if getattr(selection.rollout_source, "audit_every", 0):
-        _refuse_audit(recipe, selection.rollout_source.audit_tolerance)  # type: ignore[attr-defined]
+        _refuse_audit(recipe, getattr(selection.rollout_source, "audit_tolerance", 1e-4))
 
 
 def _refuse_audit(recipe: Recipe, tolerance: float) -> None:

@@ -3,9 +3,7 @@
 Workers are threads of this process (``worker_threads``), or scripts that speak the pool's messages.
 """
 
-import json
 import os
-import signal
 import statistics
 import threading
 import time
@@ -18,16 +16,14 @@ import test_local_bad_input
 import tiny_local
 import torch
 import yaml
-from tiny_runs import built, periods_in, train
+from tiny_runs import built, periods_in
 
 import metronome_local.build
 from metronome.cli import main
 from metronome.errors import EqualityViolated
 from metronome.periodic.sources import Bounded
 from metronome_local import host, pool, worker
-from metronome_local.dispatch import Rollouts
 from metronome_local.placement import placement_of
-from metronome_local.progress import read_jsonl
 from metronome_local.recipe import Machine, Training
 from metronome_local.trainer import Trainer
 from metronome_local.weights import SharedWeights
@@ -63,7 +59,9 @@ def test_every_variant_of_a_comparison_gets_the_cores_that_the_first_one_got(
 ):
     placements, asked = [], placement_of
     monkeypatch.setattr(
-        metronome_local.build, "placement_of", lambda machine: placements.append(asked(machine)) or placements[-1]
+        metronome_local.build,
+        "placement_of",
+        lambda machine: placements.append(asked(machine)) or placements[-1],
     )
     recipe = tiny_recipe(training={"periods": 1, "prompts": 2}, machine={"pin": True})
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -210,35 +208,7 @@ def test_the_step_is_judged_by_the_learning_rate_that_it_was_made_with():
         trainer.publish()
 
 
-# --- the reward function, folders, records --------------------------------------------------------
-
-
-def test_groups_that_a_reward_function_holds_up_are_named_and_its_thread_ends_with_the_run():
-    free, generated = threading.Event(), []
-
-    def generate(prompt, size, greedy):
-        generated.append(Future())
-        return generated[-1]
-
-    scorer = SimpleNamespace(score=lambda group: free.wait(30) and group)
-    fake = SimpleNamespace(generate=generate, describe=lambda: "worker 0: idle", close=lambda: None)
-    before = set(threading.enumerate())
-    rollouts = Rollouts(None, scorer, fake, 8, 1.0)
-    (thread,) = set(threading.enumerate()) - before
-    assert rollouts.describe() == "worker 0: idle"
-    scored = [rollouts.generate(None, 2) for _ in range(2)]
-    generated[0].set_result("group")
-    time.sleep(0.2)  # the only group is in the reward function's hands
-    assert rollouts.describe() == "worker 0: idle; 1 groups wait for the reward function"
-    generated[1].set_result("group")
-    assert "2 groups wait for the reward function" in rollouts.describe()
-    free.set()
-    assert [one.result(10) for one in scored] == ["group", "group"]
-    until(lambda: rollouts.describe() == "worker 0: idle")
-    assert thread.daemon
-    rollouts.close()
-    thread.join(10)
-    assert not thread.is_alive()  # else it would keep the run's weights
+# --- folders, records --------------------------------------------------------------------------------
 
 
 def test_two_processes_never_share_a_run_folder(monkeypatch):

@@ -119,7 +119,7 @@ def policy_loss(name, settings):
 CONTROLLER = """
 from metronome.contracts import Offer
 from metronome.hookspecs import hookimpl
-from metronome.sagc.fixed import Fixed
+from metronome.sagc.fixed import Fixed, FixedOptions
 
 class Faulty(Fixed):
     name = "faulty"
@@ -132,7 +132,7 @@ def describe():
 
 @hookimpl
 def group_controller(name, settings, seed):
-    return Faulty(4) if name == "faulty" else None
+    return Faulty(FixedOptions(size=4)) if name == "faulty" else None
 """
 LOSSES = [
     ("scalar", "return TokenLoss(loss.sum())", ("must return a loss of shape", "found []")),
@@ -142,15 +142,23 @@ LOSSES = [
 ]
 CONTROLLERS = [
     ("one", "def size(self): return 1", ("size()", "at least 2", "found 1")),
-    ("raises", "def observe(self, stats): raise LookupError('no luck')", ("raised in observe()", "LookupError")),
-    ("nan", "def observe(self, stats): return {'idle': float('nan')}", ("finite floats", "'idle'", "found nan")),
+    (
+        "raises",
+        "def observe(self, stats): raise LookupError('no luck')",
+        ("raised in observe()", "LookupError"),
+    ),
+    (
+        "nan",
+        "def observe(self, stats): return {'idle': float('nan')}",
+        ("finite floats", "'idle'", "found nan"),
+    ),
 ]
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "body", "words"),
     [("loss", *one) for one in LOSSES] + [("group_controller", *one) for one in CONTROLLERS],
-    ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
+    ids=[f"loss-{one[0]}" for one in LOSSES] + [f"controller-{one[0]}" for one in CONTROLLERS],
 )
 def test_a_plug_in_that_breaks_its_contract_in_a_run_is_named(
     kind: str,
@@ -182,7 +190,13 @@ def test_a_plug_in_that_breaks_its_contract_in_a_run_is_named(
 @pytest.mark.parametrize("command", ["run", "compare"])
 @pytest.mark.parametrize("output", ["x" * 300, "/proc/self/run"], ids=["a name too long", "no folder to write in"])
 def test_an_output_folder_that_cannot_be_made_is_one_line(
-    output: str, command: str, tiny_recipe: Any, tmp_path: Path, monkeypatch: Any, capsys: Any, no_worker: None
+    output: str,
+    command: str,
+    tiny_recipe: Any,
+    tmp_path: Path,
+    monkeypatch: Any,
+    capsys: Any,
+    no_worker: None,
 ) -> None:
     if not Path("/proc/self").is_dir():
         pytest.skip("no /proc here")
@@ -196,9 +210,11 @@ DRY: dict[str, Any] = {"arguments": ("--dry-run",), "output": False}
 DRY_RUNS = [
     bad.Case("a model that isn't there", ("no Hugging Face model", "'nowhere'"), {"model": {"name": "nowhere"}}, **DRY),
     bad.Case("data that isn't there", ("no such file", "none.jsonl"), {"task": {"path": "none.jsonl"}}, **DRY),
-    bad.Case("data that isn't JSON", ("line 1 isn't JSON",), {"task": {"path": "a.jsonl"}}, files={"a.jsonl": "{"}, **DRY),
+    bad.Case("data that isn't JSON", ("line 1 isn't JSON",), {"task": {"path": "a.jsonl"}},
+             files={"a.jsonl": "{"}, **DRY),
     bad.Case("a reward that isn't there", ("task.reward", "none.py"), {"task": {"reward": "none.py:score"}}, **DRY),
-    bad.Case("no such function", ("task.reward", "'score'"), {"task": {"reward": "a.py:score"}}, files={"a.py": ""}, **DRY),
+    bad.Case("no such function", ("task.reward", "'score'"), {"task": {"reward": "a.py:score"}},
+             files={"a.py": ""}, **DRY),
     bad.Case("no such rollout", ("sampling.rollout", "none.py"), {"sampling": {"rollout": "none.py:play"}}, **DRY),
     bad.Case("no run to resume", ("no such run folder",), arguments=("--dry-run", "--resume", "gone"), output=False),
     bad.Case("another recipe's run", ("can't change training.lr",), arguments=("--dry-run", "--resume", "old"),
@@ -256,7 +272,9 @@ def test_a_small_data_set_holds_one_out_and_keeps_one_to_train(
     assert not out & trained
 
 
-def test_answers_that_reasoning_gym_cannot_parse_are_zeros_also_for_prime_factorization(tmp_path: Path) -> None:
+def test_answers_that_reasoning_gym_cannot_parse_are_zeros_also_for_prime_factorization(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("reasoning_gym")
     tokenizer = tiny_local.tokenizer()
     task: Any = load_task(ReasoningGym(kind="reasoning_gym", name="prime_factorization"), tokenizer, 0, tmp_path)
