@@ -15,7 +15,7 @@ DEMO := $(LOCAL)/bin/python -m metronome_local.demo recipes/local/demo.yaml
 # One benchmark a line, program and arguments; each writes its committed JSON.
 define BENCHMARKS
 benchmarks/overlap.py --pairs 10 --out docs/results/overlap.json
-benchmarks/shared_prompt.py --model smollm2 --shapes 128,8,64 512,8,64 1024,8,64 --repeats 3 --out docs/results/shared_prompt.json
+benchmarks/shared_prompt.py --model smollm2 --shapes 128,8,64 512,8,64 --repeats 3 --out docs/results/shared_prompt.json
 benchmarks/proximal.py --model smollm2 --out docs/results/proximal.json
 endef
 export BENCHMARKS

@@ -111,7 +111,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "command": "python benchmarks/overlap.py " + " ".join(sys.argv[1:]),
         "machine": {"cores": os.cpu_count(), "processor": platform.processor() or platform.machine()},
-        "work": {"prompts": prompts, "group_size": size, "slots": parsed.sampling.slots, "lengths": [4, 12]},
+        "work": {"prompts": prompts, "group_size": size, "slots": parsed.sampling.slots, "lengths": parsed.sampling.fixed_lengths},
         "median": middle,
         "ratio_min_max": [min(p["ratio"] for p in pairs), max(p["ratio"] for p in pairs)],
         "colocated_over_periodic": statistics.median(p["colocated"] / p["periodic"] for p in pairs),
@@ -231,7 +231,7 @@ def serve_colocated(recipe_path: str) -> int:
     model = policy_model(recipe.model)
     optimiser = torch.optim.AdamW(model.parameters(), lr=recipe.training.lr, fused=True)
     log_probs = log_probs_of(model, selection.attention, 1.0, "float32")
-    gradient = Gradient(model, log_probs, selection.loss, recipe.training, None, max_tokens=12, on_policy=True)
+    gradient = Gradient(model, log_probs, selection.loss, recipe.training, None, max_tokens=21, on_policy=True)
     engine = Engine(model, recipe.sampling.slots, eos_ids(model, tokenizer), 1.0)
     assert recipe.sampling.fixed_lengths is not None
     for line in sys.stdin:
