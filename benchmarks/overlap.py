@@ -111,7 +111,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "command": "python benchmarks/overlap.py " + " ".join(sys.argv[1:]),
         "machine": {"cores": os.cpu_count(), "processor": platform.processor() or platform.machine()},
-        "work": {"prompts": prompts, "group_size": size, "slots": parsed.sampling.slots, "lengths": parsed.sampling.fixed_lengths},
+        "work": {
+            "prompts": prompts,
+            "group_size": size,
+            "slots": parsed.sampling.slots,
+            "lengths": parsed.sampling.fixed_lengths,
+        },
         "median": middle,
         "ratio_min_max": [min(p["ratio"] for p in pairs), max(p["ratio"] for p in pairs)],
         "colocated_over_periodic": statistics.median(p["colocated"] / p["periodic"] for p in pairs),

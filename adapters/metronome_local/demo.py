@@ -91,8 +91,8 @@ def _acts(trainer: Trainer, console: Console, started: float) -> int:
 
 
 def _table(trainer: Trainer, pairs: list[Pair], stale: list[dict[str, Any]]) -> Table:
-    table = Table(title="What the hooks did", title_justify="left", show_lines=False)
-    table.add_column("hook")
+    table = Table(title="What the hooks did", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("hook", no_wrap=True)
     table.add_column("figure")
     table.add_column("value", overflow="fold")
     for row in [
