@@ -80,8 +80,8 @@ def summary(folder: Path) -> dict[str, Any]:
 
 def ratio_table(key: str, values: list[str], summaries: list[dict[str, Any]]) -> Table:
     """One row a variant; ratios are against the first (larger is faster)."""
-    table = Table(title=f"{key}, against {values[0]}", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for column in (key.rsplit(".", 1)[-1], "period s", "speed", "per token", "shared", "stale", "reward", "held-out"):
+    table = Table(title=f"{key}, against {values[0]}", title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for column in ("", "period s", "speed", "per token", "shared", "stale", "reward", "held-out"):
         table.add_column(column, justify="right" if table.columns else "left", no_wrap=True)
     base = summaries[0]
     for value, one in zip(values, summaries, strict=True):
