@@ -51,10 +51,13 @@ def draw(curves: dict[str, dict[str, Any]], title: str, path: str) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for label, one in curves.items():
-        left.plot(range(1, len(one["reward"]) + 1), one["reward"], label=label, linewidth=1.5)
+    styles = [("-", 3.0), ("--", 1.8), (":", 1.8), ("-.", 1.8)]  # curves that coincide are all to be seen
+    for number, (label, one) in enumerate(curves.items()):
+        linestyle, linewidth = styles[number % len(styles)]
+        look = {"label": label, "linestyle": linestyle, "linewidth": linewidth}
+        left.plot(range(1, len(one["reward"]) + 1), one["reward"], **look)
         if one["held_out"]:
-            right.plot(*zip(*one["held_out"], strict=True), marker="o", label=label, linewidth=1.5)
+            right.plot(*zip(*one["held_out"], strict=True), marker="o", **look)
     left.set(xlabel="period", ylabel="mean reward of the rollouts", ylim=(0, 1.05))
     right.set(xlabel="period", ylabel="held-out exact accuracy (greedy)", ylim=(0, 1.05))
     left.legend()
