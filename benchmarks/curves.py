@@ -2,7 +2,7 @@
 
     python benchmarks/curves.py seed0=runs/learn-0 seed1=runs/learn-1 --out docs/results/learn
 
-writes learn.png and learn.json: rewards by period, held-out accuracies, seconds of training and in all.
+writes learn.png and learn.json: rewards by period, held-out accuracies, seconds of each period and their sum.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ class _SlotCache:
 
     def update(self, k: torch.Tensor, v: torch.Tensor, layer: int, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """One decoding step of one layer: stores ``k, v [S,H,1,D]``, returns the views to attend to."""
-        rows, places = torch.arange(self.active), self.positions[: self.active]
+        places = self.positions[: self.active]
+        rows = torch.arange(self.active, device=places.device)
         self.keys[layer][rows, :, places] = k[:, :, 0]
         self.values[layer][rows, :, places] = v[:, :, 0]
         seen = slice(0, self.longest)

@@ -23,9 +23,26 @@ def validate(
     settings = parse_settings(parsed.metronome, offered_names(manager), where="metronome", allow_unselected=comparing)
     device = resolve_device(parsed.machine.device, "machine.device")
     selection = resolve(settings, device, parsed.training.seed, manager)
-    selection.rollout_source.check(_facts(parsed, selection))
+    _check_source(selection, _facts(parsed, selection))
     _refuse_impossible(parsed, selection)
     return parsed, settings, selection, device
+
+
+_KEYS = {  # facts in a source's remedy -> the recipe's keys
+    "optimiser_steps: 1": "training.mini_batches: 1 and training.epochs: 1",
+    "in_flight: finish": "training.in_flight: finish",
+    "advantage_scope: group": "training.advantage: group-std",
+}
+
+
+def _check_source(selection: Selection, facts: RunFacts) -> None:
+    try:
+        selection.rollout_source.check(facts)
+    except ConfigurationError as error:
+        remedy = error.remedy or ""
+        for fact, key in _KEYS.items():
+            remedy = remedy.replace(fact, key)
+        raise ConfigurationError(error.what, found=error.found, where=error.where, remedy=remedy) from error
 
 
 def ratio_is_one(recipe: Recipe, selection: Selection) -> bool:

@@ -169,14 +169,14 @@ RECIPE = [
     Case("SAGC with size 1", ("metronome.sagc.sizes", "at least 2 rollouts"), {
         "metronome": {"group_controller": "sagc", "sagc": {"sizes": [1, 4]}},
     }, prepare=lambda folder, _: without(folder, "metronome", "fixed")),
-    Case("periodic with two mini-batches", ("periodic promises", "optimiser_steps: 1"), {
+    Case("periodic with two mini-batches", ("periodic promises", "training.mini_batches: 1"), {
         "training": {"mini_batches": 2},
     }),
-    Case("periodic that aborts", ("periodic promises", "in_flight: finish"), {"training": {"in_flight": "abort"}}),
+    Case("aborting", ("periodic promises", "training.in_flight: finish"), {"training": {"in_flight": "abort"}}),
     Case("batch advantages with A-3PO", ("batch-whitened", "advantage: group"), {
         "training": {"advantage": "batch"}, "metronome": {"loss": "a3po", "rollout_source": "synchronous"},
     }),
-    Case("batch advantages off policy", ("batch-whitened", "advantage_scope: group"), {
+    Case("batch advantages off policy", ("batch-whitened", "training.advantage: group-std"), {
         "training": {"advantage": "batch"}, "metronome": {"rollout_source": "bounded"},
     }),
     Case("plug-in that raises at import", ("'stranger' raised at import", "ZeroDivisionError"),
