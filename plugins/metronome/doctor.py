@@ -134,6 +134,8 @@ def print_report(report: Mapping[str, Any]) -> None:
     def section(title: str, rows: list[tuple[str, ...]]) -> None:
         console.print(title, style="bold")
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        for _ in range(1 + max(map(len, rows), default=0)):
+            table.add_column(overflow="fold")
         for row in rows:
             table.add_row("", *row)
         console.print(table)
