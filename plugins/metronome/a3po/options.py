@@ -20,7 +20,7 @@ class ClipOptions(Options):
         clip_low: the ratio is clipped from below at ``1 - clip_low``; 0 < clip_low < 1.
         clip_high: the ratio is clipped from above at ``1 + clip_high``; > 0.
         dual_clip: bound ``c > 1`` of the ratio where the advantage is negative, or None (Dual-Clip PPO,
-            arXiv 1912.09729, section 4: ``max(min(r A, clip(r) A), c A)``).
+            arXiv 1912.09729: ``max(min(r A, clip(r) A), c A)``).
     """
 
     clip_low: float = 0.2

@@ -16,8 +16,8 @@ class Ppo:
     """``loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` with ``r = pi_theta / pi_anchor``.
 
     The anchor is the trainer's policy at the sample's version (``LossBatch.old_log_probs``; the behaviour
-    policy where that is None) or, with ``anchor: behavior``, always the behaviour policy. Equation 7 of the
-    PPO paper; separate bounds after DAPO (arXiv 2503.14476, section 3.1). On policy the gradient is
+    policy where that is None) or, with ``anchor: behavior``, always the behaviour policy. The clipped objective of the
+    PPO paper; separate bounds after DAPO (arXiv 2503.14476). On policy the gradient is
     REINFORCE's.
 
     Shapes: see ``LossBatch`` and ``TokenLoss``; log-probs in nats. Computed in float32, or in float64 for

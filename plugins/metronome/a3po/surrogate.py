@@ -20,8 +20,8 @@ def clipped_surrogate(
 ) -> Surrogate:
     """``min(r A, clip(r, 1 - low, 1 + high) A)``, bounded below by ``dual_clip * A`` where A < 0.
 
-    PPO, arXiv 1707.06347, equation 7, with separate bounds (DAPO, arXiv 2503.14476, section 3.1) and
-    Dual-Clip PPO, arXiv 1912.09729, section 4.
+    PPO, arXiv 1707.06347, with separate bounds (DAPO, arXiv 2503.14476) and
+    Dual-Clip PPO, arXiv 1912.09729.
 
     Args:
         ratio: ``[T]``, with gradient.
