@@ -46,6 +46,9 @@ def main(arguments: list[str]) -> int:
     except MetronomeError as error:
         print(f"metronome: error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:  # the first two acts have no checkpoint to leave
+        print("metronome: error: interrupted", file=sys.stderr)
+        return 130
     finally:
         trainer.close()
         trainer.parts.progress.close()

@@ -104,7 +104,7 @@ def _measure(trainer: Trainer, source: RolloutSource, prompts: int, size: int, f
         lambda group: group.versions(),
         total=prompts,
         timeout=trainer.recipe.machine.timeout,
-        describe=trainer.parts.pool.describe,
+        describe=source_of.describe,
     )
     gradient.begin(prompts * size)
     work: list[float] = []
