@@ -7,6 +7,8 @@ SHELL := bash
 CORE_PYTHONS := 3.10 3.11 3.12 3.13
 LOCAL_PYTHON := 3.11
 LOCAL := .venv-local
+MEGATRON := .venv-megatron
+MEGATRON_NEXT := .venv-megatron-next
 ENVIRONMENT := requirements/environment.sh
 LOCAL_PARTS := requirements/local.txt requirements/local-nodeps.txt .
 TEST_PARTS := $(LOCAL_PARTS) requirements/dev.txt tests/thirdparty
@@ -24,20 +26,27 @@ export BENCHMARKS
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test check bench core local-environment test-environment
+.PHONY: help demo test check bench core megatron megatron-next npu-contract local-environment test-environment \
+	megatron-environment
 
 help:
 	@echo "make demo    train a small model with all four techniques on (Python $(LOCAL_PYTHON), pip)"
-	@echo "make test    core tests on every installed Python, then all tests"
+	@echo "make test    core tests on every installed Python, Megatron-core 0.16.1, then all tests"
 	@echo "make check   lint, types, import rules, unit and contract tests"
 	@echo "make core    core unit tests on every installed Python ($(CORE_PYTHONS))"
 	@echo "make bench   the benchmarks with a committed JSON"
+	@echo "make megatron        tests/megatron on megatron-core 0.16.1 (part of make test)"
+	@echo "make megatron-next   tests/megatron on megatron-core 0.19.2 (Python 3.12, several GB)"
+	@echo "make npu-contract    our NPU contract against the official torch_npu wheel, without an NPU (gcc, binutils)"
 
 local-environment:
 	@$(ENVIRONMENT) make $(LOCAL) $(LOCAL_PYTHON) $(LOCAL_PARTS)
 
 test-environment:
 	@$(ENVIRONMENT) make $(LOCAL) $(LOCAL_PYTHON) $(TEST_PARTS)
+
+megatron-environment:
+	@$(ENVIRONMENT) make $(MEGATRON) $(LOCAL_PYTHON) requirements/megatron.txt .
 
 demo: local-environment
 	$(DEMO)
@@ -49,7 +58,7 @@ check: test-environment
 	$(LOCAL)/bin/lint-imports
 	OMP_NUM_THREADS=1 $(LOCAL)/bin/pytest tests/unit tests/contract --cov=metronome --cov-report=term:skip-covered
 
-test: core test-environment
+test: core megatron test-environment
 	OMP_NUM_THREADS=1 $(LOCAL)/bin/pytest tests --timeout=900 --cov=metronome --cov=metronome_local --cov-report=term:skip-covered
 
 core:
@@ -65,6 +74,18 @@ core:
 	done; \
 	if [ $$tested = 0 ]; then echo "none of Python $(CORE_PYTHONS) is installed" >&2; exit 1; fi; \
 	if [ -n "$$failed" ]; then echo "core unit tests failed on Python$$failed" >&2; exit 1; fi
+
+# Megatron's own deprecations are hidden; warnings in our packages stay errors.
+megatron: megatron-environment
+	OMP_NUM_THREADS=1 $(MEGATRON)/bin/pytest tests/megatron --timeout=600 --disable-warnings
+
+megatron-next:
+	@$(ENVIRONMENT) make $(MEGATRON_NEXT) 3.12 requirements/megatron-next.txt .
+	OMP_NUM_THREADS=1 $(MEGATRON_NEXT)/bin/pytest tests/megatron --timeout=600 --disable-warnings
+
+npu-contract:
+	@$(ENVIRONMENT) make .venv-npu $(LOCAL_PYTHON) requirements/npu.txt
+	OMP_NUM_THREADS=1 .venv-npu/bin/python tests/npu_contract/check_official.py
 
 bench: local-environment
 	@while read -r benchmark; do \
