@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,12 @@ from metronome.contracts import LossBatch, PolicyLoss
 from metronome.loss_check import checked_token_loss
 from metronome.periodic.normalizer import StreamingNormalizer
 from metronome.periodic.whitening import BatchMoments, TwoAccumulators
-from metronome_local.logprobs import LogProbs
+from metronome_local.logprobs import Compute, LogProbs
 from metronome_local.recipe import Training
 from metronome_local.rollouts import UNKNOWN_VERSION, Row
+
+Refer = Callable[[Sequence[Sequence[Row]]], torch.Tensor]
+"""Groups' rows to the reference's log-probs ``[N]``."""
 
 
 @dataclass
@@ -53,8 +57,27 @@ class Reference:
     @torch.no_grad()
     def __call__(self, groups: Sequence[Sequence[Row]]) -> torch.Tensor:
         """``[N]``, without gradient."""
-        with self._policy.disable_adapter() if self._adapter else contextlib.nullcontext():
+        with self._frozen():
             return self._log_probs(groups)[0]
+
+    @contextlib.contextmanager
+    def reusing(self, group: Sequence[Row]) -> Iterator[Refer]:
+        """``__call__`` for parts of one group, as ``LogProbs.reusing``."""
+        with contextlib.ExitStack() as stack:
+            with torch.no_grad(), self._frozen():
+                compute = stack.enter_context(self._log_probs.reusing(group))
+
+            def refer(groups: Sequence[Sequence[Row]]) -> torch.Tensor:
+                with torch.no_grad(), self._frozen():
+                    return compute(groups)[0]
+
+            yield refer
+
+    def _frozen(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = (
+            self._policy.disable_adapter() if self._adapter else contextlib.nullcontext()
+        )
+        return context
 
 
 class Gradient:
@@ -98,25 +121,20 @@ class Gradient:
         """
         training = self.training
         everything = training.kl or training.entropy or self._accumulators is not None
+        compute, refer = self.log_probs, self.reference
         batch: list[TrainGroup] = []
-        split: list[tuple[TrainGroup, list[TrainGroup]]] = []
         for group in groups:
             if not (any(group.advantages) or everything):
                 self._count([group])
-                continue
-            parts = self._parts(group)
-            if len(parts) > 1:
-                split.append((group, parts))
-            for part in parts:
-                if batch and self._size([*batch, part]) > training.micro_batch_tokens:
-                    self._micro_batch(batch, version, step_fraction)
+            elif self._size([group]) > training.micro_batch_tokens and len(group.rollouts) > 1:
+                self._in_parts(group, version, step_fraction)
+            else:
+                if batch and self._size([*batch, group]) > training.micro_batch_tokens:
+                    self._micro_batch(batch, version, step_fraction, compute, refer)
                     batch = []
-                batch.append(part)
+                batch.append(group)
         if batch:
-            self._micro_batch(batch, version, step_fraction)
-        for group, parts in split:
-            kept = [part.proximal for part in parts if part.proximal is not None]
-            group.proximal = torch.cat(kept) if len(kept) == len(parts) else None
+            self._micro_batch(batch, version, step_fraction, compute, refer)
 
     def finish(self) -> dict[str, float]:
         """Rescales ``.grad`` once; returns the metrics of everything added."""
@@ -137,6 +155,25 @@ class Gradient:
             return sum(self.log_probs.tokens(group.rows) for group in groups)
         rows = [len(row.ids) for group in groups for row in group.rows]
         return max(rows) * len(rows)
+
+    def _in_parts(self, group: TrainGroup, version: int, step_fraction: float) -> None:
+        """A group that is larger than a micro-batch: what its rows share is computed once for all parts.
+
+        Two accumulators take two gradients of every part, and a cached prompt holds one: with them, and without
+        shared prompts, every part computes its prompt anew.
+        """
+        parts = self._parts(group)
+        with contextlib.ExitStack() as stack:
+            compute: Compute = self.log_probs
+            refer: Refer | None = self.reference
+            if self._accumulators is None:
+                if self.reference is not None:
+                    refer = stack.enter_context(self.reference.reusing(group.rows))
+                compute = stack.enter_context(self.log_probs.reusing(group.rows))
+            for part in parts:
+                self._micro_batch([part], version, step_fraction, compute, refer)
+        kept = [part.proximal for part in parts if part.proximal is not None]
+        group.proximal = torch.cat(kept) if len(kept) == len(parts) else None
 
     def _parts(self, group: TrainGroup) -> list[TrainGroup]:
         """The group, or rollouts of it where it alone is larger than a micro-batch."""
@@ -166,15 +203,17 @@ class Gradient:
             self._moments += BatchMoments.of(advantages, lengths)
         return self.normaliser.row_weights(lengths)
 
-    def _micro_batch(self, groups: list[TrainGroup], version: int, step_fraction: float) -> None:
+    def _micro_batch(
+        self, groups: list[TrainGroup], version: int, step_fraction: float, compute: Compute, refer: Refer | None
+    ) -> None:
         training = self.training
         rows = [group.rows for group in groups]
         flat = [row for group in rows for row in group]
         weights = self._per_token(self._count(groups), flat)
-        log_probs, entropy = self.log_probs(rows, entropy=training.entropy != 0)
+        log_probs, entropy = compute(rows, entropy=training.entropy != 0)
         mask = torch.tensor([t for row in flat for t in row.trained], device=self._device)
         weights = torch.where(mask, weights, 0.0).to(log_probs.dtype)
-        batch = self._loss_batch(groups, flat, log_probs, mask, version, step_fraction)
+        batch = self._loss_batch(groups, flat, log_probs, mask, version, step_fraction, compute)
         token_loss = checked_token_loss(self.loss, batch)
         self.loss_calls += 1
         self.meter.add(token_loss.metrics, token_loss.maxima)
@@ -183,7 +222,7 @@ class Gradient:
             for group, kept in zip(groups, token_loss.proximal_log_probs.split(lengths), strict=True):
                 group.proximal = kept
         policy = (weights * token_loss.loss).sum()
-        other = self._other_terms(rows, log_probs, entropy, weights, mask)
+        other = self._other_terms(rows, log_probs, entropy, weights, mask, refer)
         self.meter.add({"loss": (float(policy.detach()), 1.0)}, {})
         if self._accumulators is None:
             (policy if other is None else policy + other).backward()
@@ -209,6 +248,7 @@ class Gradient:
         mask: torch.Tensor,
         version: int,
         step_fraction: float,
+        compute: Compute,
     ) -> LossBatch:
         def tokens(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=self._device)
@@ -224,22 +264,22 @@ class Gradient:
             mask=mask,
             staleness=torch.where(sampled == UNKNOWN_VERSION, UNKNOWN_VERSION, version - sampled),
             cu_seqlens=ends,
-            proximal_log_probs=self._proximal(groups),
+            proximal_log_probs=self._proximal(groups, compute),
             step_fraction=step_fraction,
         )
 
-    def _proximal(self, groups: Sequence[TrainGroup]) -> torch.Tensor | None:
+    def _proximal(self, groups: Sequence[TrainGroup], compute: Compute) -> torch.Tensor | None:
         if all(group.proximal is not None for group in groups):
             return torch.cat([group.proximal for group in groups if group.proximal is not None])
         if not self.loss.needs_proximal_forward:
             return None
-        return self.forward_only(groups)
+        return self.forward_only(groups, compute)
 
     @torch.no_grad()
-    def forward_only(self, groups: Sequence[TrainGroup]) -> torch.Tensor:
+    def forward_only(self, groups: Sequence[TrainGroup], compute: Compute | None = None) -> torch.Tensor:
         """Log-probs of the groups' response tokens at the current weights: the extra pass of ``recompute``."""
         started = time.perf_counter()
-        values = self.log_probs([group.rows for group in groups])[0]
+        values: torch.Tensor = (compute or self.log_probs)([group.rows for group in groups])[0]
         self.proximal_seconds += time.perf_counter() - started
         return values
 
@@ -250,12 +290,13 @@ class Gradient:
         entropy: torch.Tensor | None,
         weights: torch.Tensor,
         mask: torch.Tensor,
+        refer: Refer | None,
     ) -> torch.Tensor | None:
         """KL to the reference (k3: exp(ref - theta) - (ref - theta) - 1) and the entropy bonus."""
         total = None
         count = float(mask.sum())
-        if self.reference is not None:
-            gap = self.reference(rows).to(log_probs.dtype) - log_probs
+        if refer is not None:
+            gap = refer(rows).to(log_probs.dtype) - log_probs
             gap = torch.where(mask, gap, 0.0)
             kl = torch.expm1(gap) - gap
             total = self.training.kl * (weights * kl).sum()

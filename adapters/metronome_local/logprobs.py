@@ -6,7 +6,8 @@ Both return the tokens of every row's response in the order of groups and rows. 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,10 @@ from metronome.contracts import AttentionBackend
 from metronome_local.rollouts import Row
 
 _CHUNK = 512  # response tokens whose logits stand in memory at a time
+
+
+Compute = Callable[..., tuple[torch.Tensor, Any]]
+"""``(groups, entropy=False) -> log-probs, entropies``."""
 
 
 class LogProbs(Protocol):
@@ -28,6 +33,9 @@ class LogProbs(Protocol):
     def attention_calls(self) -> int:
         """Calls of the attention hook so far, one a layer."""
 
+    def explain(self) -> str:
+        """What computed attention in the last pass, and why."""
+
     def __call__(self, groups: Sequence[Sequence[Row]], entropy: bool = False) -> tuple[torch.Tensor, Any]:
         """One forward pass with gradient."""
 
@@ -36,6 +44,12 @@ class LogProbs(Protocol):
 
     def tokens(self, group: Sequence[Row]) -> int:
         """Tokens that a group adds to a micro-batch, counted after sharing."""
+
+    def reusing(self, group: Sequence[Row]) -> AbstractContextManager[Compute]:
+        """A context that gives ``__call__`` for parts of one group, which is larger than a micro-batch.
+
+        What the rows share runs forward once, and backward once when the block ends, if they can share it.
+        """
 
 
 def log_probs_of(model: Any, backend: AttentionBackend, temperature: float, dtype: str) -> LogProbs:
@@ -63,6 +77,10 @@ class SharedPromptLogProbs:
         """Calls of the backend, one a layer."""
         return self._handle.calls
 
+    def explain(self) -> str:
+        """What the backend picked for the last pass's layers, and why."""
+        return self._handle.explain()
+
     @contextlib.contextmanager
     def backend(self, backend: AttentionBackend) -> Iterator[None]:
         """Another backend for the time of an audit."""
@@ -87,14 +105,46 @@ class SharedPromptLogProbs:
         self.separate_tokens += sum(len(row.ids) for group in groups for row in group)
         with _autocast(self._device, self._dtype):
             log_probs, entropies = self._handle.log_probs(ids, plan, temperature=self._temperature, entropy=entropy)
-        # A row's own prompt part, where prompts of a group differ, is context: only its response counts.
-        kept = []
-        start = 0
-        for part, row in zip((n for p in packed for n in p.response_lens), _rows(groups), strict=True):
-            kept.append(torch.arange(start + part - len(row.response), start + part))
-            start += part
-        index = torch.cat(kept).to(self._device)
+        index = self._responses((n for p in packed for n in p.response_lens), _rows(groups))
         return log_probs[index], None if entropies is None else entropies[index]
+
+    @contextlib.contextmanager
+    def reusing(self, group: Sequence[Row]) -> Iterator[Compute]:
+        """The group's longest common prefix is one cached prompt; rows that share no token go as in ``__call__``."""
+        packed = _packed(group)
+        if len(packed) > 1:
+            yield self
+            return
+        prefix = packed[0].prompt_len
+        prompt = torch.tensor(packed[0].tokens[:prefix], device=self._device)
+        self.computed_tokens += prefix
+        with contextlib.ExitStack() as stack:
+            with _autocast(self._device, self._dtype):
+                cached = stack.enter_context(self._handle.cached_prompt(prompt))
+
+            def compute(groups: Sequence[Sequence[Row]], entropy: bool = False) -> tuple[torch.Tensor, Any]:
+                rows = list(_rows(groups))
+                lengths = [len(row.ids) - prefix for row in rows]
+                ids = torch.tensor([token for row in rows for token in row.ids[prefix:]], device=self._device)
+                self.computed_tokens += len(ids)
+                self.separate_tokens += sum(len(row.ids) for row in rows)
+                with _autocast(self._device, self._dtype):
+                    log_probs, entropies = cached.log_probs(ids, lengths, self._temperature, entropy)
+                index = self._responses(lengths, rows)
+                return log_probs[index], None if entropies is None else entropies[index]
+
+            yield compute
+
+    def _responses(self, lengths: Iterable[int], rows: Iterable[Row]) -> torch.Tensor:
+        """Places of response tokens among what stands behind the prompt.
+
+        A row's own prompt part, where prompts of a group differ, is context: only its response counts.
+        """
+        kept, start = [], 0
+        for length, row in zip(lengths, rows, strict=True):
+            kept.append(torch.arange(start + length - len(row.response), start + length))
+            start += length
+        return torch.cat(kept).to(self._device)
 
 
 class SeparateLogProbs:
@@ -115,6 +165,10 @@ class SeparateLogProbs:
         self._device = next(model.parameters()).device
         self.computed_tokens = self.separate_tokens = 0
 
+    def explain(self) -> str:
+        """The host's own attention."""
+        return "host: rows unchanged, transformers' sdpa"
+
     @contextlib.contextmanager
     def backend(self, backend: AttentionBackend) -> Iterator[None]:
         """There is one way only; an audit recomputes in index order with it."""
@@ -123,6 +177,11 @@ class SeparateLogProbs:
     def tokens(self, group: Sequence[Row]) -> int:
         """Every row whole."""
         return sum(len(row.ids) for row in group)
+
+    @contextlib.contextmanager
+    def reusing(self, group: Sequence[Row]) -> Iterator[Compute]:
+        """Nothing is shared: rows go as in ``__call__``."""
+        yield self
 
     def __call__(self, groups: Sequence[Sequence[Row]], entropy: bool = False) -> tuple[torch.Tensor, Any]:
         """One forward pass over a padded batch; logits for response tokens only."""

@@ -329,6 +329,7 @@ class Trainer:
         if not self._alive and record["degenerate"] < 1.0:
             prove_life(record, self.parts.selection.attention.shares_prompt)
             self._alive = True
+            self.parts.progress.say(f"      attention {self.parts.gradient.log_probs.explain()}")
         self.history.append(record)
         chosen = set(report.indices)
         trained = [

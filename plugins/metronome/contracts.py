@@ -202,6 +202,7 @@ class AttentionNeed:
     sinks: bool = False
     softcap: bool = False
     dropout: float = 0.0
+    cached_prompt: bool = False  # rows whose prompt is keys and values of an earlier pass
 
 
 @runtime_checkable
@@ -225,7 +226,11 @@ class AttentionBackend(Protocol):
         window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``q [T,Nq,D], k [T,Nkv,D], v [T,Nkv,Dv] -> [T,Nq,Dv]``; GQA is never expanded by the caller."""
+        """``q [Q,Nq,D], k [T,Nkv,D], v [T,Nkv,Dv] -> [Q,Nq,Dv]``; GQA is never expanded by the caller.
+
+        Q is T, except with a cached prompt (``plan.first_query > 0``): then the prompt's rows are keys only. A
+        window counts tokens of a separate row, the query included. What padding rows give is finite, no more.
+        """
 
 
 # --- group controller -----------------------------------------------------------------------------

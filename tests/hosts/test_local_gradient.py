@@ -186,6 +186,23 @@ def test_any_order_and_split_of_the_groups_gives_the_same_gradient(normaliser, d
     assert relative(found, wanted) < 1e-12
 
 
+@pytest.mark.parametrize("loss", [A3po(A3poOptions(proximal="recompute")), Ppo(PpoOptions())], ids=["a3po", "ppo"])
+def test_a_group_larger_than_a_micro_batch_computes_its_prompt_once(loss):
+    group, found = GROUPS[0], []
+    prompt, tokens = len(group.rows[0].prompt), log_probs_for(MADE).tokens(group.rows)
+    for budget in (tokens, 1):
+        gradient = gradient_for(
+            MADE, loss=loss, reference=REFERENCE, kl=0.1, entropy=0.01, on_policy=False, micro_batch_tokens=budget
+        )
+        value, _ = accumulate(gradient, [[group]])
+        found.append((value, gradient.log_probs.computed_tokens, gradient.loss_calls))
+    assert relative(found[1][0], found[0][0]) < 1e-12
+    assert [calls for _, _, calls in found] == [1, 4]
+    passes = 2 if loss.needs_proximal_forward else 1  # a recomputed proximal policy reads the same cached prompt
+    assert found[0][1] == passes * tokens
+    assert found[1][1] == prompt + passes * (tokens - prompt)
+
+
 def test_a_mean_per_micro_batch_is_another_gradient():
     wanted, _ = accumulate(gradient_for(MADE, algorithm="dapo"), [GROUPS])
     parts = [accumulate(gradient_for(MADE, algorithm="dapo"), [[one]])[0] for one in GROUPS]

@@ -7,16 +7,16 @@ output and log-sum-exp of part i and s an optional sink of the head:
 
 The kernel's backward computes ``p = exp(scale q k - l)`` and ``dS = p (dO v - dO o)``. Called part by part
 with the *joined* o and l it therefore gives the joint softmax's gradient; the parts' own statistics aren't
-kept (cascade inference is Ye et al. 2024, FlashInfer; the joined backward is ours). A sink's gradient is
-``-sum exp(s - l) (dO o)``.
+kept (cascade inference is Ye et al. 2024, FlashInfer; the joined backward is ours). With a cached prompt there
+are no prompt queries: a group's queries are its last S rows.
 
-Shape suffixes: L tokens of a group, S response tokens, B responses of one length n, N key/value heads, G
-query heads a key/value head, H query heads, D head width.
+Shape suffixes: L tokens of a group, S response tokens, B responses of one length n, H query heads, N
+key/value heads, D head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,8 +25,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from metronome.contracts import AttentionNeed
+from metronome.shared_prompt.flash_cpu import causal, causal_backward, flash, flash_backward, join
 from metronome.shared_prompt.plan import Bucket, Group, SharedPromptPlan
 from metronome.shared_prompt.reference import common_refusal
+from metronome.shared_prompt.sinks import add_sinks, sinks_gradient
 from metronome.shared_prompt.windowed import windowed_group
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -61,16 +63,16 @@ class CascadeBackend:
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """``q [T,Nq,D], k [T,Nkv,D], v [T,Nkv,Dv] -> [T,Nq,Dv]`` in q's dtype; zeros at padding."""
+        """``q [Q,Nq,D], k [T,Nkv,D], v [T,Nkv,Dv] -> [Q,Nq,Dv]`` in q's dtype; zeros at padding."""
         if window is None or all(group.reach <= window for group in plan.groups):
             return _joined(q, k, v, plan.groups, scale, sinks)
-        lengths = [group.end - group.prompt.start for group in plan.groups]
-        if plan.padding is not None:
-            lengths.append(plan.padding.length)
+        padding = [] if plan.padding is None else [plan.padding.length]
+        lengths = [group.end - group.prompt.start for group in plan.groups] + padding
+        queries = [lengths[0] - plan.first_query, *lengths[1:]]
         parts = []
         for group, q_part, k_part, v_part in zip(
             plan.groups,
-            torch.split(q, lengths),
+            torch.split(q, queries),
             torch.split(k, lengths),
             torch.split(v, lengths),
             strict=False,
@@ -108,17 +110,14 @@ class _Cascade(torch.autograd.Function):
         groups: tuple[Group, ...],
         scale: float,
     ) -> Tensor:
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
         lse = torch.zeros(q.shape[:2], dtype=statistics, device=q.device)
-        origin = groups[0].prompt.start
-        for group in groups:
-            own = slice(group.prompt.start - origin, group.end - origin)
-            _group_forward(q[own], k[own], v[own], out[own], lse[own], group, scale)
+        for group, own, keys in _slices(groups, len(k) - len(q)):
+            _group_forward(q[own], k[keys], v[keys], out[own], lse[own], group, scale)
+        out[own.stop :] = 0  # padding
         if sinks is not None:
-            total = torch.logaddexp(lse, sinks.to(statistics))
-            out *= torch.exp(lse - total)[..., None].to(out.dtype)
-            lse = total
+            out, lse = add_sinks(out, lse, sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.groups, ctx.scale = groups, scale
         return out
@@ -128,78 +127,70 @@ class _Cascade(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         grad = grad.contiguous()
-        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        origin = ctx.groups[0].prompt.start
-        for group in ctx.groups:
-            own = slice(group.prompt.start - origin, group.end - origin)
-            saved = [x[own] for x in (grad, q, k, v, out, lse)]
-            _group_backward(saved, [x[own] for x in (dq, dk, dv)], group, ctx.scale)
-        dsinks = None
-        if sinks is not None:
-            dot = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-            dsinks = -(torch.exp(sinks.to(lse.dtype) - lse) * dot).sum(0).to(sinks.dtype)
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        for group, own, keys in _slices(ctx.groups, len(k) - len(q)):
+            saved = [grad[own], q[own], k[keys], v[keys], out[own], lse[own]]
+            _group_backward(saved, [dq[own], dk[keys], dv[keys]], group, ctx.scale)
+        dq[own.stop :], dk[keys.stop :], dv[keys.stop :] = 0, 0, 0
+        dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
         return dq, dk, dv, dsinks, None, None
 
 
+def _slices(groups: tuple[Group, ...], cached: int) -> Iterator[tuple[Group, slice, slice]]:
+    """Each group's rows of queries and of keys; ``cached`` of the first rows of keys aren't queries."""
+    origin = groups[0].prompt.start
+    for group in groups:
+        start, end = group.prompt.start - origin, group.end - origin
+        yield group, slice(start, end - cached), slice(start, end)
+
+
 def _group_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group: Group, scale: float) -> None:
-    """Fills ``out [L,H,D]`` and ``lse [L,H]`` of one group."""
-    prompt, kv_heads = group.prompt.length, k.shape[1]
+    """Fills ``out [L,H,D]`` and ``lse [L,H]`` of one group (L less the prompt if that is cached)."""
+    prompt = group.prompt.length
+    here = len(q) - len(k) + prompt  # queries of the prompt: all, or none
     k_prompt, v_prompt = _heads(k[:prompt]), _heads(v[:prompt])
-    part, l_part = _flash(_heads(q[:prompt]), k_prompt, v_prompt, True, scale)
-    out[:prompt], lse[:prompt] = part[0].transpose(0, 1), l_part[0].transpose(0, 1)
+    if here:
+        o_here, l_here = _heads(out[:prompt]), _heads(lse[:prompt])
+        for rows, part, l_part in causal(_heads(q[:prompt]), k_prompt, v_prompt, scale):
+            o_here[:, :, rows], l_here[:, :, rows] = part, l_part
     if not group.buckets:
         return
-    part, l_part = _flash(_fold(q[prompt:], kv_heads), k_prompt, v_prompt, False, scale)
-    o_far, l_far = _unfold(part, q.shape[1]), _unfold(l_part[..., None], q.shape[1])[..., 0]
-    o_own, l_own = torch.empty_like(o_far), torch.empty_like(l_far)
+    part, l_part = flash(_heads(q[here:]), k_prompt, v_prompt, scale)
+    far, l_far = part[0].transpose(0, 1), l_part[0].transpose(0, 1)
+    offset = prompt - here
     for bucket in group.buckets:
-        part, l_part = _flash(_take(q, bucket), _take(k, bucket), _take(v, bucket), True, scale)
-        _put(o_own, part, bucket, prompt)
-        _put(l_own[..., None], l_part[..., None], bucket, prompt)
-    total = torch.logaddexp(l_far, l_own)
-    joined = o_far.to(total.dtype) * torch.exp(l_far - total)[..., None]
-    joined += o_own.to(total.dtype) * torch.exp(l_own - total)[..., None]
-    out[prompt:], lse[prompt:] = joined.to(out.dtype), total
+        o_far, l_one = _take(far, bucket, prompt), _take(l_far, bucket, prompt)
+        o_own, l_own = _take(out, bucket, offset), _take(lse, bucket, offset)
+        own = _take(q, bucket, offset), _take(k, bucket, 0), _take(v, bucket, 0)
+        for rows, part, l_two in causal(*own, scale):
+            o_own[:, :, rows], l_own[:, :, rows] = join(o_far[:, :, rows], l_one[:, :, rows], part, l_two)
+        _put(out, o_own, bucket, offset)
+        _put(lse, l_own, bucket, offset)
 
 
 def _group_backward(saved: list[Tensor], grads: list[Tensor], group: Group, scale: float) -> None:
     """Fills ``dq, dk, dv`` of one group from ``grad, q, k, v, out, lse``."""
-    grad, q, k, v, out, lse = saved
+    _, q, k, _, _, _ = saved
     dq, dk, dv = grads
-    prompt, kv_heads, heads = group.prompt.length, k.shape[1], q.shape[1]
-    k_prompt, v_prompt = _heads(k[:prompt]), _heads(v[:prompt])
-    here = [_heads(x[:prompt]) for x in (grad, q, out)]
-    l_here = lse[:prompt].transpose(0, 1)[None]
-    parts = _flash_backward(here[0], here[1], k_prompt, v_prompt, here[2], l_here, True, scale)
-    for target, part in zip(grads, parts, strict=True):
-        target[:prompt] = part[0].transpose(0, 1)
+    prompt = group.prompt.length
+    here = len(q) - len(k) + prompt
+    if here:
+        causal_backward([_heads(x[:prompt]) for x in saved], [_heads(x[:prompt]) for x in grads], scale)
+    else:
+        dk[:prompt], dv[:prompt] = 0, 0
     if not group.buckets:
         return
-    far = [_fold(x[prompt:], kv_heads) for x in (grad, q, out)]
-    l_far = _fold(lse[prompt:, :, None], kv_heads)[..., 0]
-    dq_far, dk_far, dv_far = _flash_backward(far[0], far[1], k_prompt, v_prompt, far[2], l_far, False, scale)
-    dk[:prompt] += dk_far[0].transpose(0, 1)
-    dv[:prompt] += dv_far[0].transpose(0, 1)
+    offset = prompt - here
+    origins = offset, offset, 0, 0, offset, offset  # of grad, q, k, v, out, lse
     for bucket in group.buckets:
-        g_own, q_own, k_own, v_own, o_own = (_take(x, bucket) for x in (grad, q, k, v, out))
-        l_own = _take(lse[..., None], bucket)[..., 0]
-        parts = _flash_backward(g_own, q_own, k_own, v_own, o_own, l_own, True, scale)
-        for target, part in zip(grads, parts, strict=True):
-            _put(target, part, bucket, 0)
-    dq[prompt:] += _unfold(dq_far, heads)
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    return out, lse
-
-
-def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    dq, dk, dv = backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
-    return dq, dk, dv
+        own = [_take(x, bucket, origin) for x, origin in zip(grads, origins[1:4], strict=True)]
+        causal_backward([_take(x, bucket, origin) for x, origin in zip(saved, origins, strict=True)], own, scale)
+        for target, part, origin in zip(grads, own, origins[1:4], strict=True):
+            _put(target, part, bucket, origin)
+    far = [_heads(x[:prompt] if number in (2, 3) else x[here:]) for number, x in enumerate(saved)]
+    parts = flash_backward(far, scale)
+    for target, part in zip((dq[here:], dk[:prompt], dv[:prompt]), parts, strict=True):
+        target += part[0].transpose(0, 1)
 
 
 def _heads(x: Tensor) -> Tensor:
@@ -207,30 +198,17 @@ def _heads(x: Tensor) -> Tensor:
     return x.transpose(0, 1)[None]
 
 
-def _fold(x: Tensor, kv_heads: int) -> Tensor:
-    """``[S,H,D] -> [1,N,G S,D]``: query heads that share a key/value head stand one behind the other."""
-    x_SNGD = x.reshape(x.shape[0], kv_heads, -1, x.shape[-1])
-    return x_SNGD.permute(1, 2, 0, 3).reshape(1, kv_heads, -1, x.shape[-1])
+def _take(x: Tensor, bucket: Bucket, origin: int) -> Tensor:
+    """``[L,H,D] -> [B,H,n,D]``: the responses of one bucket; a view if they stand side by side.
 
-
-def _unfold(x: Tensor, heads: int) -> Tensor:
-    """``[1,N,G S,D] -> [S,H,D]``: undoes ``_fold``."""
-    kv_heads, width = x.shape[1], x.shape[-1]
-    x_NGSD = x.reshape(kv_heads, heads // kv_heads, -1, width)
-    return x_NGSD.permute(2, 0, 1, 3).reshape(-1, heads, width)
-
-
-def _take(x: Tensor, bucket: Bucket) -> Tensor:
-    """``[L,H,D] -> [B,H,n,D]``: the responses of one bucket; a view if they stand side by side."""
+    The first row of ``x`` is token ``origin`` of the group.
+    """
     span = bucket.span
-    rows = x[bucket.index] if span is None else x[span.start : span.end]
+    rows = x[bucket.index - origin] if span is None else x[span.start - origin : span.end - origin]
     return rows.reshape(-1, bucket.length, *x.shape[1:]).transpose(1, 2)
 
 
-def _put(target: Tensor, part: Tensor, bucket: Bucket, offset: int) -> None:
-    """Writes ``part [B,H,n,D]`` into ``target``, whose first row is token ``offset`` of the group."""
-    rows, span = part.transpose(1, 2).flatten(0, 1), bucket.span
-    if span is None:
-        target[bucket.index - offset] = rows
-    else:
-        target[span.start - offset : span.end - offset] = rows
+def _put(target: Tensor, part: Tensor, bucket: Bucket, origin: int) -> None:
+    """Writes ``part``, which ``_take`` gave, back into ``target``, unless it is a view of it."""
+    if bucket.span is None:
+        target[bucket.index - origin] = part.transpose(1, 2).flatten(0, 1)

@@ -17,6 +17,7 @@ from metronome.shared_prompt.logits import head_of, response_log_probs
 from metronome.shared_prompt.options import SharedPromptOptions
 from metronome.shared_prompt.plan import SharedPromptPlan
 from metronome.shared_prompt.refusals import refusal
+from metronome.shared_prompt.reuse import CachedPrompt, Exchange
 from metronome.shared_prompt.selfcheck import check_attention, check_log_probs
 
 _CHECKED_TOKENS = 512  # response tokens of one row whose logits the self-check holds at once
@@ -70,7 +71,9 @@ class SharedPromptModel:
         self._head = head_of(base, config)
         self._options = options or SharedPromptOptions()
         self._before = base.config._attn_implementation
-        self._checked = False
+        self._checked = self._checked_cached = False
+        self._layers: list[Signature] = []  # of the last pass, as the plan
+        self._plan: SharedPromptPlan | None = None
         self._attached = False
         register()
         self._set(NAME)
@@ -84,6 +87,14 @@ class SharedPromptModel:
         self._first_use(input_ids, plan)
         return self._forward(input_ids, plan)[0]
 
+    def cached_prompt(self, prompt_ids: Tensor) -> CachedPrompt:
+        """One prompt ``[Lp]`` for any number of response micro-batches, as a context (``reuse.py``)."""
+        return CachedPrompt(self, prompt_ids)
+
+    def hidden_through(self, input_ids: Tensor, plan: SharedPromptPlan, exchange: Exchange) -> Tensor:
+        """``[Q] -> [Q,d]``, every layer's keys and values going through ``exchange``; for ``reuse.py``."""
+        return self._forward(input_ids, plan, exchange)[0]
+
     def log_probs(
         self, input_ids: Tensor, plan: SharedPromptPlan, temperature: float = 1.0, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
@@ -93,42 +104,54 @@ class SharedPromptModel:
         gradient. The head runs once for each distinct row. Raises as ``hidden_states`` does.
         """
         hidden = self.hidden_states(input_ids, plan)
-        return self._log_probs(hidden, input_ids, plan, temperature, entropy)
+        return self.log_probs_of(hidden, input_ids, plan, temperature, entropy)
+
+    def explain(self) -> str:
+        """Which backend serves the last pass's layers and why, a sentence a kind of layer."""
+        tell = getattr(self.backend, "explain", None)
+        if tell is None or self._plan is None:
+            return self.backend.name
+        kinds = dict.fromkeys(self._layers)
+        return "; ".join(dict.fromkeys(tell(kind.need(self._plan.device.type), self._plan) for kind in kinds))
 
     def detach(self) -> None:
         """Gives the model the attention implementation that it had before."""
         if self._attached:
             self._set(self._before)
 
-    def _log_probs(
+    def log_probs_of(
         self, hidden: Tensor, input_ids: Tensor, plan: SharedPromptPlan, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
+        """``log_probs`` from hidden states that ``plan.label_rows`` point into."""
         tokens, vocabulary = input_ids[plan.response_index], self._config.vocab_size
         return response_log_probs(hidden, self._head, tokens, plan, vocabulary, temperature, entropy)
 
-    def _forward(self, input_ids: Tensor, plan: SharedPromptPlan) -> tuple[Tensor, list[Signature]]:
+    def _forward(
+        self, input_ids: Tensor, plan: SharedPromptPlan, exchange: Exchange | None = None
+    ) -> tuple[Tensor, list[Signature]]:
         if not self._attached:
             raise ConfigurationError(
                 "the model was detached from shared prompts",
                 where=type(self._base).__name__,
                 remedy="attach it again",
             )
-        if input_ids.shape != (plan.tokens,):
+        if input_ids.shape != (plan.queries,):
             raise ConfigurationError(
                 "a row must be one tensor [T] as long as its plan",
                 found=tuple(input_ids.shape),
                 where="shared_prompt row",
-                remedy=f"pass {plan.tokens} token ids",
+                remedy=f"pass {plan.queries} token ids",
             )
-        call = SharedPromptCall(plan, self.backend)
+        call = SharedPromptCall(plan, self.backend, exchange)
         output = self._decoder(
             input_ids=input_ids[None],
             position_ids=plan.position_ids[None],
-            attention_mask=placeholder_mask(plan.tokens, input_ids.device),
+            attention_mask=placeholder_mask(plan.queries, input_ids.device),
             use_cache=False,
             **{NAME: call},
         )
-        layers = list(call.layers)  # a checkpointed layer comes again in the backward pass
+        self._layers = layers = list(call.layers)  # a checkpointed layer comes again in the backward pass
+        self._plan = plan
         self._check_layers(layers)
         self.calls += len(layers)
         hidden: Tensor = output.last_hidden_state[0]
@@ -165,11 +188,32 @@ class SharedPromptModel:
             hidden, layers = self._forward(ids, alone)
             for layer in dict.fromkeys(layers):
                 check_attention(self.backend, plan, layer, input_ids.device)
-            shared = self._log_probs(hidden, ids, alone, 1.0, False)[0]
+            shared = self.log_probs_of(hidden, ids, alone, 1.0, False)[0]
             with self._separately():
                 rows, picked = self._separate_rows(ids, alone)
         check_log_probs(shared[picked], rows, layers[0].dtype, self._options.self_check_tolerance)
         self._checked = True
+
+    def check_cached(self, hidden: Tensor, prompt_ids: Tensor, ids: Tensor, plan: SharedPromptPlan) -> None:
+        """The self-check of the first micro-batch that reads a cached prompt, as ``_first_use`` is of whole rows.
+
+        Args:
+            hidden: ``[1 + S,d]``, what ``plan.label_rows`` point into.
+            prompt_ids, ids: the prompt's tokens and the responses'.
+            plan: of the responses.
+        """
+        if self._checked_cached or not self._options.self_check:
+            return
+        with torch.no_grad():
+            for layer in dict.fromkeys(self._layers):
+                check_attention(self.backend, plan, layer, ids.device)
+            shared = self.log_probs_of(hidden.detach(), ids, plan, 1.0, False)[0]
+            group = plan.groups[0]
+            whole = SharedPromptPlan.build([(group.prompt.length, [one.length for one in group.responses])])
+            with self._separately():
+                rows, picked = self._separate_rows(torch.cat([prompt_ids, ids]), whole)
+        check_log_probs(shared[picked], rows, self._layers[0].dtype, self._options.self_check_tolerance)
+        self._checked_cached = True
 
     def _separate_rows(self, ids: Tensor, plan: SharedPromptPlan) -> tuple[Tensor, Tensor]:
         """Log-probs of the one group's responses through the unchanged model, and which tokens they are."""

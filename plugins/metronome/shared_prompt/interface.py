@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metronome.contracts import AttentionBackend
+from metronome.contracts import AttentionBackend, AttentionNeed
 from metronome.errors import ConfigurationError
 from metronome.shared_prompt.plan import SharedPromptPlan
 from metronome.shared_prompt.reference import masked_attention
+from metronome.shared_prompt.reuse import Exchange
 from metronome.shared_prompt.select import tensor_need
 
 NAME = "metronome_shared_prompt"
@@ -36,13 +37,31 @@ class Signature:
     window: int | None
     sinks: bool
 
+    def need(self, device: str, cached_prompt: bool = False) -> AttentionNeed:
+        """What the layer asks of a backend."""
+        return AttentionNeed(
+            device,
+            str(self.dtype).removeprefix("torch."),
+            self.head_dim,
+            self.value_dim,
+            self.heads,
+            self.kv_heads,
+            self.window is not None,
+            self.sinks,
+            cached_prompt=cached_prompt,
+        )
+
 
 @dataclass
 class SharedPromptCall:
-    """One forward pass: its layout, its backend, and the layers that came through here."""
+    """One forward pass: its layout, its backend, and the layers that came through here.
+
+    ``exchange`` stands between a layer's keys and values and the backend where a prompt is cached.
+    """
 
     plan: SharedPromptPlan
     backend: AttentionBackend
+    exchange: Exchange | None = None
     layers: list[Signature] = field(default_factory=list)
 
 
@@ -87,7 +106,11 @@ def attention_forward(
     kind = q.device.type
     if torch.is_autocast_enabled(kind):  # as sdpa does: rotary tables may have left q and k wider than v
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
-    reason = call.backend.supports(tensor_need(q, k, v, sliding_window is not None, s_aux is not None))
+    if call.exchange is not None:
+        k, v = call.exchange(module, k, v)
+    reason = call.backend.supports(
+        tensor_need(q, k, v, sliding_window is not None, s_aux is not None, bool(call.plan.first_query))
+    )
     if reason is not None:
         raise _refused(f"attention backend {call.backend.name!r} can't serve this layer: {reason}", module)
     call.layers.append(
@@ -140,9 +163,9 @@ def _check_layer(
     causal = others.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise _refused("attention that isn't causal would see across responses", module)
-    if query.shape[0] != 1 or query.shape[2] != plan.tokens or key.shape[2] != plan.tokens:
+    if query.shape[0] != 1 or query.shape[2] != plan.queries or key.shape[2] != plan.queries:
         raise _refused(
-            f"a row of {plan.tokens} tokens met queries {tuple(query.shape)} and keys {tuple(key.shape)}",
+            f"a row of {plan.queries} tokens met queries {tuple(query.shape)} and keys {tuple(key.shape)}",
             module,
         )
 

@@ -7,7 +7,6 @@ at a time. Shape suffixes: U distinct label rows, N response tokens, V vocabular
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -73,13 +72,13 @@ def response_log_probs(
         return empty, empty if entropy else None
     tokens_sorted = tokens[plan.label_order]
     row_sorted = plan.label_inverse[plan.label_order]
-    bounds = [0, *accumulate(plan.label_counts)]
+    bounds, unique = plan.label_bounds, len(plan.label_bounds) - 1
     block = max(1, _BLOCK_BYTES // (vocabulary * (8 if hidden.dtype == torch.float64 else 4)))
-    keep = len(plan.label_counts) <= block or not torch.is_grad_enabled()
+    keep = unique <= block or not torch.is_grad_enabled()
     parts: list[tuple[Tensor, Tensor | None]] = []
-    for start in range(0, len(plan.label_counts), block):
-        end = min(start + block, len(plan.label_counts))
-        own = slice(bounds[start], bounds[end])
+    for start in range(0, unique, block):
+        end = min(start + block, unique)
+        own = slice(int(bounds[start]), int(bounds[end]))
         arguments = (
             rows_Ud[start:end],
             head,

@@ -13,6 +13,8 @@ from metronome.settings import Options, parse_options
 from metronome.shared_prompt.host import HostAttention
 from metronome.shared_prompt.options import SharedPromptOptions
 
+_DEVICES = {"cascade": "cpu", "varlen": "cuda", "flex": "cuda", "npu": "npu", "npu_cascade": "npu"}
+
 
 class HostOptions(Options):
     """``attention: host`` has no options."""
@@ -27,9 +29,10 @@ def attention(name: str, settings: Mapping[str, Any], device: Device) -> Attenti
     if name != "shared_prompt":
         return None
     options = parse_options(SharedPromptOptions, settings, where="metronome.shared_prompt")
-    if options.backend == "cascade" and device.kind != "cpu":
+    wanted = _DEVICES.get(options.backend, device.kind)
+    if wanted != device.kind:
         raise ConfigurationError(
-            "the cascade backend calls a CPU kernel",
+            f"the {options.backend} backend calls a kernel of {wanted}",
             found=device.kind,
             where="metronome.shared_prompt.backend",
             remedy="backend: auto",

@@ -14,7 +14,7 @@ from metronome.shared_prompt.plan import SharedPromptPlan
 
 
 def allowed(plan: SharedPromptPlan, window: int | None = None, rows: Tensor | None = None) -> Tensor:
-    """Which keys each query row may see, bool ``[R, T]``.
+    """Which keys each query row may see, bool ``[R, T]``; rows of queries count from the plan's first query.
 
     ``j <= i``, same group, and j in the prompt or in i's own response. A window w adds
     ``position_i - position_j < w``, measured over *position ids*: over packed indices a response would lose
@@ -23,27 +23,17 @@ def allowed(plan: SharedPromptPlan, window: int | None = None, rows: Tensor | No
     Args:
         plan: the row's layout.
         window: w in tokens, the query itself included; None: no limit.
-        rows: int64 ``[R]`` query rows; None: all T.
+        rows: int64 ``[R]`` query rows; None: all Q.
     """
-    device = plan.position_ids.device
-    group = torch.empty(plan.tokens, dtype=torch.int64)
-    segment = torch.empty(plan.tokens, dtype=torch.int64)  # 0: prompt; 1..K: a response
-    for number, one in enumerate(plan.groups):
-        group[one.prompt.start : one.end] = number
-        segment[one.prompt.start : one.prompt.end] = 0
-        for member, response in enumerate(one.responses, start=1):
-            segment[response.start : response.end] = member
-    if plan.padding is not None:
-        group[plan.padding.start :] = len(plan.groups)
-        segment[plan.padding.start :] = 0
-    group, segment = group.to(device), segment.to(device)
-    index = torch.arange(plan.tokens, device=device)
-    queries = index if rows is None else rows
+    group, segment = plan.segment_ids
+    positions = plan.key_positions
+    index = torch.arange(plan.tokens, device=plan.device)
+    queries = index[plan.first_query :] if rows is None else rows + plan.first_query
     mask = queries[:, None] >= index
     mask &= group[queries, None] == group
     mask &= (segment == 0) | (segment[queries, None] == segment)
     if window is not None:
-        mask &= plan.position_ids[queries, None] - plan.position_ids < window
+        mask &= positions[queries, None] - positions < window
     return mask
 
 
@@ -102,7 +92,7 @@ class ReferenceBackend:
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """``q [T,Nq,D], k [T,Nkv,D], v [T,Nkv,Dv] -> [T,Nq,Dv]`` in q's dtype."""
+        """``q [Q,Nq,D], k [T,Nkv,D], v [T,Nkv,Dv] -> [Q,Nq,Dv]`` in q's dtype."""
         return masked_attention(q, k, v, allowed(plan, window), scale, sinks)
 
 

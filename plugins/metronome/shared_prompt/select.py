@@ -1,19 +1,52 @@
-"""Which of our backends computes a row: by what the model needs and by the row's shape."""
+"""Which of our backends computes a row: by device, dtype, what the model needs, what is installed, and the row."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
 
 from torch import Tensor
 
 from metronome.contracts import AttentionBackend, AttentionNeed
 from metronome.errors import ConfigurationError
-from metronome.shared_prompt.cascade import CascadeBackend
 from metronome.shared_prompt.options import SharedPromptOptions
 from metronome.shared_prompt.plan import SharedPromptPlan
-from metronome.shared_prompt.reference import ReferenceBackend
 
 _PAIRS_PER_CALL = 500  # query-key pairs of a dense mask that cost one kernel call, measured on one CPU core
 
-_BACKENDS: dict[str, AttentionBackend] = {"reference": ReferenceBackend(), "cascade": CascadeBackend()}
+_PLACES = {
+    "reference": ("reference", "ReferenceBackend"),
+    "cascade": ("cascade", "CascadeBackend"),
+    "varlen": ("varlen", "VarlenBackend"),
+    "flex": ("flex", "FlexBackend"),
+    "npu": ("npu", "NpuBackend"),
+    "npu_cascade": ("npu_cascade", "NpuCascadeBackend"),
+}
+_PREFERENCE: dict[str, Sequence[str]] = {
+    "cpu": ("cascade", "reference"),
+    "cuda": ("varlen", "flex", "reference"),
+    "npu": ("npu", "reference"),
+}
+"""What ``auto`` tries, in order. ``npu_cascade`` keeps no copies of keys but asks more of the driver: by name."""
+
+_WHY = {
+    "cascade": "flash kernel a part, joined by log-sum-exp",
+    "varlen": "one flash-attention call over sequences that share gathered keys",
+    "flex": "FlexAttention with a block mask",
+    "npu": "one fused TND call over sequences that share gathered keys",
+    "reference": "a dense mask in plain arithmetic, memory grows with the square of the row",
+}
+
+Find = Callable[[str], AttentionBackend]
+
+
+@cache
+def backend_named(name: str) -> AttentionBackend:
+    """Our backend of that name; its module is imported at the first call."""
+    module, attribute = _PLACES[name]
+    backend: AttentionBackend = getattr(import_module(f"metronome.shared_prompt.{module}"), attribute)()
+    return backend
 
 
 def kernel_calls(plan: SharedPromptPlan) -> int:
@@ -21,19 +54,22 @@ def kernel_calls(plan: SharedPromptPlan) -> int:
     return sum(1 + bool(group.buckets) + len(group.buckets) for group in plan.groups)
 
 
-def choose(wanted: str, need: AttentionNeed, plan: SharedPromptPlan | None = None) -> tuple[AttentionBackend, str]:
+def choose(
+    wanted: str, need: AttentionNeed, plan: SharedPromptPlan | None = None, find: Find = backend_named
+) -> tuple[AttentionBackend, str]:
     """The backend for ``need``, and a sentence why.
 
     Args:
-        wanted: ``auto``, ``reference`` or ``cascade``.
+        wanted: ``auto`` or a backend's name.
         need: what the model's attention asks for.
-        plan: the row, so that ``auto`` can take the dense mask where a row is too small for kernel calls to
-            pay (T^2 below 500 query-key pairs a call); None: any row.
+        plan: the row, so that ``auto`` can take the dense mask where a row on CPU is too small for kernel calls
+            to pay (T^2 below 500 query-key pairs a call); None: any row.
+        find: gives the backend of a name.
 
     Raises ConfigurationError if the wanted backend, or none at all, serves ``need``.
     """
     if wanted != "auto":
-        backend = _BACKENDS[wanted]
+        backend = find(wanted)
         reason = backend.supports(need)
         if reason is not None:
             raise ConfigurationError(
@@ -42,22 +78,27 @@ def choose(wanted: str, need: AttentionNeed, plan: SharedPromptPlan | None = Non
                 remedy=_remedy(need),
             )
         return backend, f"{wanted}, as set"
-    reason = _BACKENDS["cascade"].supports(need)
-    if reason is None:
-        if plan is not None and plan.tokens**2 < _PAIRS_PER_CALL * kernel_calls(plan):
-            return _BACKENDS["reference"], (
-                f"reference: {plan.tokens} tokens are too few for {kernel_calls(plan)} kernel calls to pay"
-            )
-        banded = ", banded arithmetic where a window is shorter than prompt and response" if need.window else ""
-        return _BACKENDS["cascade"], f"cascade: flash kernel a part, joined by log-sum-exp{banded}"
-    fallback = _BACKENDS["reference"].supports(need)
-    if fallback is not None:
+    passed_over: list[str] = []
+    for name in _PREFERENCE.get(need.device, ("reference",)):
+        backend = find(name)
+        reason = backend.supports(need)
+        if reason is None:
+            break
+        passed_over.append(f"{name}: {reason}")
+    else:
         raise ConfigurationError(
-            f"no shared-prompt backend can serve this model: {fallback}",
+            f"no shared-prompt backend can serve this model: {reason}",
+            found="; ".join(passed_over),
             where="metronome.shared_prompt.backend",
             remedy=_remedy(need),
         )
-    return _BACKENDS["reference"], f"reference: {reason}"
+    if name == "cascade" and plan is not None and plan.tokens**2 < _PAIRS_PER_CALL * kernel_calls(plan):
+        small = find("reference")
+        if small.supports(need) is None:
+            return small, (f"reference: {plan.tokens} tokens are too few for {kernel_calls(plan)} kernel calls to pay")
+    banded = name == "cascade" and need.window
+    why = _WHY[name] + (", banded arithmetic where a window is shorter than prompt and response" if banded else "")
+    return backend, "; not ".join([f"{name}: {why}", *passed_over])
 
 
 def _remedy(need: AttentionNeed) -> str:
@@ -100,14 +141,16 @@ class SharedPromptAttention:
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """``q [T,Nq,D], k [T,Nkv,D], v [T,Nkv,Dv] -> [T,Nq,Dv]``; padding rows are finite, no more."""
-        need = tensor_need(q, k, v, window is not None, sinks is not None)
+        """``q [Q,Nq,D], k [T,Nkv,D], v [T,Nkv,Dv] -> [Q,Nq,Dv]``; padding rows are finite, no more."""
+        need = tensor_need(q, k, v, window is not None, sinks is not None, bool(plan.first_query))
         backend, _ = choose(self.options.backend, need, plan)
         return backend.attend(q, k, v, plan, scale, window=window, sinks=sinks)
 
 
-def tensor_need(q: Tensor, k: Tensor, v: Tensor, window: bool, sinks: bool) -> AttentionNeed:
-    """The need that ``q [T,Nq,D], k [T,Nkv,D], v [T,Nkv,Dv]`` show."""
+def tensor_need(
+    q: Tensor, k: Tensor, v: Tensor, window: bool, sinks: bool, cached_prompt: bool = False
+) -> AttentionNeed:
+    """The need that ``q [Q,Nq,D], k [T,Nkv,D], v [T,Nkv,Dv]`` show."""
     return AttentionNeed(
         device=q.device.type,
         dtype=str(q.dtype).removeprefix("torch."),
@@ -117,4 +160,5 @@ def tensor_need(q: Tensor, k: Tensor, v: Tensor, window: bool, sinks: bool) -> A
         kv_heads=k.shape[-2],
         window=window,
         sinks=sinks,
+        cached_prompt=cached_prompt,
     )

@@ -30,12 +30,11 @@ def check_attention(
     Raises EqualityViolated naming the tensor that differs and by how much.
     """
     draw = torch.Generator().manual_seed(seed)
-    widths = (
-        (layer.heads, layer.head_dim),
-        (layer.kv_heads, layer.head_dim),
-        (layer.kv_heads, layer.value_dim),
-    )
-    shapes: list[tuple[int, ...]] = [(plan.tokens, heads, width) for heads, width in widths]
+    shapes: list[tuple[int, ...]] = [
+        (plan.queries, layer.heads, layer.head_dim),
+        (plan.tokens, layer.kv_heads, layer.head_dim),
+        (plan.tokens, layer.kv_heads, layer.value_dim),
+    ]
     if layer.sinks:
         shapes.append((layer.heads,))
     inputs = [torch.randn(shape, generator=draw).to(device, layer.dtype) for shape in shapes]
@@ -99,11 +98,11 @@ def check_log_probs(shared: Tensor, separate: Tensor, dtype: torch.dtype, tolera
 def _sample(plan: SharedPromptPlan, heads: int, draw: torch.Generator) -> Tensor:
     ends = []
     for group in plan.groups:
-        for segment in (group.prompt, *group.responses):
+        for segment in group.responses if plan.first_query else (group.prompt, *group.responses):
             if segment.length:
-                ends += [segment.start, segment.end - 1]
+                ends += [segment.start - plan.first_query, segment.end - 1 - plan.first_query]
     budget = max(16, _SCORE_BYTES // (8 * heads * plan.tokens))
-    others = torch.randperm(plan.tokens_shared, generator=draw)
+    others = torch.randperm(plan.tokens_shared - plan.first_query, generator=draw)
     fixed = torch.tensor(ends)
     if len(fixed) > budget:  # hundreds of responses: some of their ends
         fixed = fixed[torch.randperm(len(fixed), generator=draw)[:budget]]

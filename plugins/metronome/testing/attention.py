@@ -10,17 +10,19 @@ from torch import Tensor
 from metronome.contracts import AttentionBackend, AttentionNeed
 from metronome.shared_prompt.plan import Group, SharedPromptPlan
 
-PLANS: dict[str, tuple[Sequence[tuple[int, Sequence[int]]], int | None]] = {
-    "equal responses": ([(9, [4, 4, 4])], None),
-    "uneven responses": ([(13, [5, 1, 7, 5, 2])], None),
-    "one response": ([(6, [8])], None),
-    "an empty response": ([(5, [3, 0, 3])], None),
-    "nothing but empty responses": ([(5, [0, 0])], None),
-    "a prompt of one token": ([(1, [3, 2])], None),
-    "several groups": ([(7, [3, 3]), (2, [4, 1, 4]), (11, [2])], None),
-    "several groups and padding": ([(8, [3, 5]), (4, [6, 6])], 41),
+PLANS: dict[str, tuple[Sequence[tuple[int, Sequence[int]]], int | None, bool]] = {
+    "equal responses": ([(9, [4, 4, 4])], None, False),
+    "uneven responses": ([(13, [5, 1, 7, 5, 2])], None, False),
+    "one response": ([(6, [8])], None, False),
+    "an empty response": ([(5, [3, 0, 3])], None, False),
+    "nothing but empty responses": ([(5, [0, 0])], None, False),
+    "a prompt of one token": ([(1, [3, 2])], None, False),
+    "several groups": ([(7, [3, 3]), (2, [4, 1, 4]), (11, [2])], None, False),
+    "several groups and padding": ([(8, [3, 5]), (4, [6, 6])], 41, False),
+    "a cached prompt": ([(9, [4, 0, 2, 4])], None, True),
+    "a cached prompt and padding": ([(3, [4, 4])], 16, True),
 }
-"""The layouts that a backend is tried on: ``(groups, pad_to)``."""
+"""The layouts that a backend is tried on: ``(groups, pad_to, cached_prompt)``."""
 
 _TOLERANCE = {"float64": 1e-11, "float32": 2e-5, "bfloat16": 5e-2, "float16": 1e-2}
 
@@ -59,13 +61,14 @@ def check_attention_backend(
     for dtype in dtypes:
         for value_dim in value_dims:
             for window, sinks in ((None, False), (4, False), (64, False), (None, True), (4, True)):
-                need = AttentionNeed(device, dtype, head_dim, value_dim, 6, 2, window=window is not None, sinks=sinks)
-                if backend.supports(need) is not None:
-                    continue
-                tried += 1
-                for title, (groups, pad_to) in PLANS.items():
-                    plan = SharedPromptPlan.build(groups, pad_to, device)
-                    _check_case(backend, plan, need, window, title)
+                for title, (groups, pad_to, cached) in PLANS.items():
+                    need = AttentionNeed(
+                        device, dtype, head_dim, value_dim, 6, 2, window is not None, sinks, cached_prompt=cached
+                    )
+                    if backend.supports(need) is None:
+                        tried += 1
+                        plan = SharedPromptPlan.build(groups, pad_to, device, cached)
+                        _check_case(backend, plan, need, window, title)
     assert tried, f"{backend.name} supports none of {', '.join(dtypes)} on {device}"
 
 
@@ -80,7 +83,7 @@ def dense_attention(
 ) -> Tensor:
     """The oracle: every query row on its own, with the keys that a separate row would hold, no mask at all.
 
-    ``q [T,Nq,D], k [T,Nkv,D], v [T,Nkv,Dv] -> [T,Nq,Dv]``; padding rows are zero. Key/value heads are
+    ``q [Q,Nq,D], k [T,Nkv,D], v [T,Nkv,Dv] -> [Q,Nq,Dv]``; padding rows are zero. Key/value heads are
     repeated.
     """
     repeat = q.shape[1] // k.shape[1]
@@ -90,13 +93,15 @@ def dense_attention(
         for visible in _visible_keys(group):
             visible = visible[-window:] if window is not None else visible
             index = torch.tensor(visible, device=q.device)
-            scores = torch.einsum("hd,mhd->hm", q[visible[-1]], keys[index]) * scale
+            if visible[-1] < plan.first_query:
+                continue
+            scores = torch.einsum("hd,mhd->hm", q[visible[-1] - plan.first_query], keys[index]) * scale
             if sinks is not None:
                 scores = torch.cat([scores, sinks[:, None]], dim=1)
             weights = torch.softmax(scores, dim=1)[:, : len(visible)]
             rows.append(torch.einsum("hm,mhv->hv", weights, values[index]))
     out = torch.stack(rows)
-    return torch.cat([out, out.new_zeros(plan.tokens - len(rows), *out.shape[1:])])
+    return torch.cat([out, out.new_zeros(plan.queries - len(rows), *out.shape[1:])])
 
 
 def _visible_keys(group: Group) -> list[list[int]]:
@@ -116,15 +121,16 @@ def _check_case(
     case = f"{backend.name}: {title}, {need.dtype}, Dv {need.value_dim}, window {window}, sinks {need.sinks}"
     draw = torch.Generator().manual_seed(plan.tokens)
     shapes: list[tuple[int, ...]] = [
-        (plan.tokens, need.heads, need.head_dim),
+        (plan.queries, need.heads, need.head_dim),
         (plan.tokens, need.kv_heads, need.head_dim),
         (plan.tokens, need.kv_heads, need.value_dim),
     ]
     if need.sinks:
         shapes.append((need.heads,))
     inputs = [torch.randn(shape, generator=draw).to(need.device, dtype) for shape in shapes]
-    weights = torch.randn(plan.tokens, need.heads, need.value_dim, generator=draw).to(need.device, dtype)
-    weights[plan.tokens_shared :] = 0
+    weights = torch.randn(plan.queries, need.heads, need.value_dim, generator=draw).to(need.device, dtype)
+    real = plan.tokens_shared - plan.first_query  # the rest is padding
+    weights[real:] = 0
     scale = need.head_dim**-0.5
 
     def run() -> list[Tensor]:
@@ -140,11 +146,11 @@ def _check_case(
             assert gradient is not None, f"{case}: no gradient reaches {name}"
             assert gradient.dtype == leaf.dtype, f"{case}: the gradient of {name} is {gradient.dtype}"
             assert bool(torch.isfinite(gradient).all()), f"{case}: the gradient of {name} isn't finite"
-        return [out.detach()[: plan.tokens_shared], *(g for g in gradients if g is not None)]
+        return [out.detach()[:real], *(g for g in gradients if g is not None)]
 
     exact = [x.double().requires_grad_() for x in inputs]
     out = dense_attention(exact[0], exact[1], exact[2], plan, scale, window, exact[3] if need.sinks else None)
-    wanted = [out.detach()[: plan.tokens_shared], *torch.autograd.grad(out, exact, weights.double())]
+    wanted = [out.detach()[:real], *torch.autograd.grad(out, exact, weights.double())]
     found = run()
     for name, one, other in zip(("output", "dq", "dk", "dv", "dsinks"), found, wanted, strict=False):
         difference = ((one.double() - other).abs().max() / other.abs().max().clamp_min(1e-6)).item()
