@@ -46,8 +46,45 @@ REFUSED = {
     "llama": ({"ssm_state_size": 16}, "state-space"),
     "bloom": ({"n_layer": 2, "n_head": 4}, "AttentionInterface"),
     "gemma2": ({"head_dim": 8, "attn_logit_softcapping": 50.0}, "softcapping"),
-    "gpt2": (GPT2, "attn_pdrop is 0.1"),
-    "gpt2 residual": ({**GPT2, **WITHOUT_DROPOUT, "resid_pdrop": 0.1}, "p = 0.1"),
+    "gpt2": (GPT2, "pdrop is 0.1"),
+    "gpt2 residual": ({**GPT2, **WITHOUT_DROPOUT, "resid_pdrop": 0.1}, "resid_pdrop is 0.1"),
+    "opt": ({"dropout": 0.1, "ffn_dim": 32, "word_embed_proj_dim": 32}, "dropout is 0.1"),
+    "opt layers": ({"dropout": 0.0, "layerdrop": 0.2, "ffn_dim": 32, "word_embed_proj_dim": 32}, "layerdrop is 0.2"),
+    "mixtral": ({"num_local_experts": 2, "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+    "dbrx": (
+        {
+            "d_model": 32,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 64,
+            "attn_config": {"rope_theta": 1e4},
+            "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 2, "moe_top_k": 1, "moe_jitter_eps": 0.01},
+        },
+        "moe_jitter_eps is 0.01",
+    ),
+    "phimoe": ({"num_local_experts": 2, "router_jitter_noise": 0.0}, "samples experts in training"),
+    "doge": ({"hidden_dropout": 0.0}, "mask of their own"),
+    "gemma3_text": (
+        {
+            "head_dim": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+            },
+        },
+        "dynamic rotary",
+    ),
+    "llama factor": ({"output_multiplier": 2.0}, "output_multiplier is 2.0"),
+    "hyperclovax": ({"logits_scaling": 0.5}, "logits_scaling is 0.5"),
+    "bert": (
+        {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        "more than one output layer",
+    ),
+    "llama4_text": (
+        {"attention_chunk_size": None, "layer_types": ["full_attention"] * 2, "intermediate_size_mlp": 32},
+        "get_decoder",
+    ),
     "qwen3_moe": (
         {
             "head_dim": 8,
@@ -82,6 +119,19 @@ def test_an_encoder_decoder_is_refused():
     model = build("t5", changes, transformers.AutoModelForSeq2SeqLM)
     with pytest.raises(ConfigurationError, match="encoder-decoder"):
         attach(model, CascadeBackend())
+
+
+def test_dropout_that_only_a_module_still_holds_is_refused():
+    model = build("opt", {"dropout": 0.1, "ffn_dim": 32, "word_embed_proj_dim": 32})
+    model.config.dropout = 0.0  # too late: the layers hold their own copy
+    with pytest.raises(ConfigurationError, match=r"OPTDecoder has dropout = 0\.1"):
+        attach(model, CascadeBackend())
+
+
+def test_dropout_of_parts_that_a_row_does_not_reach_is_no_reason():
+    model = build("gpt_neox", {"classifier_dropout": 0.1})
+    plan = SharedPromptPlan.build([(5, [3, 2])])
+    assert torch.isfinite(attach(model, CascadeBackend()).log_probs(torch.arange(3, 13), plan)[0]).all()
 
 
 def test_a_model_is_served_once_the_refused_setting_is_gone():

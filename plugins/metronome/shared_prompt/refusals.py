@@ -1,12 +1,18 @@
-"""Which Hugging Face models can't be served by shared-prompt rows, and why."""
+"""Which Hugging Face models can't be served by shared-prompt rows, and why.
+
+What a configuration or a class shows is refused here, before anything runs; what only a forward pass shows (a
+layer that went round the interface, attention that isn't causal, a window that stayed in the mask) is refused
+by ``interface.py`` and ``huggingface.py`` in the first one. docs/techniques/families.md lists what was tried.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+_KNOWN_LAYERS = {"full_attention", "sliding_attention", "mlp", "moe"}  # the last two don't look at other tokens
 _RECURRENT_KEYS = (
     "mamba_d_state",
     "mamba_d_conv",
@@ -20,7 +26,15 @@ _RECURRENT_KEYS = (
     "hybrid_override_pattern",
     "rescale_every",
 )
-_DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+_UNUSED_DROPOUT = ("classif", "summary", "qa_")  # heads that a causal language model doesn't have
+_ROW_ROTARY = ("dynamic", "longrope")  # frequencies follow the largest position in the row
+_BY_TYPE = {
+    "phimoe": (
+        "its router samples experts in training (sparse mixer), one draw for a shared prompt token instead of K",
+        "attention: host",
+    ),
+}
+"""Model types whose configuration doesn't show what is wrong."""
 
 
 def refusal(model: torch.nn.Module, base: Any, config: Any) -> tuple[str, str] | None:
@@ -35,9 +49,12 @@ def refusal(model: torch.nn.Module, base: Any, config: Any) -> tuple[str, str] |
         _architecture(base, config)
         or _state(config)
         or _scores(config)
-        or _dropout(model, config)
+        or _positions(config)
+        or _routers(base, config)
+        or _dropout(base, config)
         or _adapters(model)
         or _routing(base)
+        or _head(base, config)
     )
 
 
@@ -46,16 +63,11 @@ def _architecture(base: Any, config: Any) -> tuple[str, str] | None:
         return "an encoder-decoder reads its prompt in the encoder, not in the row", "attention: host"
     if base.get_output_embeddings() is None:
         return "the model has no language-model head", "load it with AutoModelForCausalLM"
-    if getattr(config, "output_router_logits", False):
-        return (
-            "router losses would count a shared prompt token once instead of K times",
-            "output_router_logits: false",
-        )
     return None
 
 
 def _state(config: Any) -> tuple[str, str] | None:
-    kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+    kinds = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
     if kinds:
         return (
             f"layers of type {', '.join(sorted(kinds))} carry state or masks across the row that a response"
@@ -82,24 +94,64 @@ def _scores(config: Any) -> tuple[str, str] | None:
         )
     if getattr(config, "alibi", False):
         return "ALiBi biases follow packed positions", "attention: host"
+    if getattr(config, "keep_window_size", None):
+        return "its layers compute a mask of their own from the values, which attend() can't be told", "attention: host"
     return None
 
 
-def _dropout(model: torch.nn.Module, config: Any) -> tuple[str, str] | None:
-    for key in _DROPOUT_KEYS:
-        value = getattr(config, key, None)
-        if value:
+def _positions(config: Any) -> tuple[str, str] | None:
+    rotary = getattr(config, "rope_parameters", None) or {}
+    for one in (rotary, *(value for value in rotary.values() if isinstance(value, Mapping))):
+        kind = one.get("rope_type")
+        if kind in _ROW_ROTARY:
             return (
-                f"attention dropout draws one mask for the prompt instead of K ({key} is {value})",
-                f"{key}: 0",
-            )
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Dropout) and module.p > 0:
-            return (
-                f"dropout draws one mask for the prompt instead of K ({name} has p = {module.p})",
-                "set every dropout to 0 (lora_dropout and *_pdrop included)",
+                f"{kind} rotary frequencies follow the longest sequence in the row, for its shorter siblings too",
+                "attention: host (or a rope_type that doesn't look at the row: yarn, llama3, linear)",
             )
     return None
+
+
+def _routers(base: Any, config: Any) -> tuple[str, str] | None:
+    if any(getattr(one, "output_router_logits", False) for one in (base.config, config)):
+        return (
+            "router losses would count a shared prompt token once instead of K times",
+            "output_router_logits: false",
+        )
+    for key, value in _positive(config, "jitter"):
+        return (
+            f"router noise is drawn once for a shared prompt token instead of K times ({key} is {value})",
+            f"{key}: 0",
+        )
+    return _BY_TYPE.get(config.model_type)
+
+
+def _dropout(base: Any, config: Any) -> tuple[str, str] | None:
+    for key, value in _positive(config, "drop"):
+        if not any(word in key for word in _UNUSED_DROPOUT):
+            return f"dropout draws one mask for the prompt instead of K ({key} is {value})", f"{key}: 0"
+    for name, module in base.get_decoder().named_modules():  # not the vision tower of a wrapper
+        found = {"p": module.p} if isinstance(module, torch.nn.Dropout) else vars(module)
+        for key, value in found.items():
+            if (key == "p" or "drop" in key) and _above_zero(value):
+                place = name or type(module).__name__
+                return (
+                    f"dropout draws one mask for the prompt instead of K ({place} has {key} = {value})",
+                    "load it with every dropout at 0 (lora_dropout and *_pdrop included)",
+                )
+    return None
+
+
+def _positive(config: Any, part: str) -> Iterator[tuple[str, float]]:
+    """Settings above 0 whose name contains ``part``, those of nested configurations (DBRX) included."""
+    settings = config.to_dict()
+    for one in (settings, *(value for value in settings.values() if isinstance(value, dict))):
+        for key, value in one.items():
+            if part in str(key) and _above_zero(value):
+                yield key, value
+
+
+def _above_zero(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
 def _adapters(model: torch.nn.Module) -> tuple[str, str] | None:
@@ -119,4 +171,21 @@ def _routing(base: Any) -> tuple[str, str] | None:
             f"{type(base).__name__} doesn't route its attention through transformers' AttentionInterface",
             "attention: host",
         )
+    return None
+
+
+def _head(base: Any, config: Any) -> tuple[str, str] | None:
+    """Hidden states become logits by the output layer and the factors of ``logits.head_of``, nothing else."""
+    output, decoder = base.get_output_embeddings(), base.get_decoder()
+    if decoder is base or decoder is output:
+        return "its get_decoder() doesn't give the part that ends in hidden states", "attention: host"
+    known = {id(parameter) for part in (base.base_model, output) for parameter in part.parameters()}
+    others = [name for name, parameter in base.named_parameters() if id(parameter) not in known]
+    if base.base_model is not base and others:
+        return f"its head is more than one output layer ({others[0]})", "attention: host"
+    multiplies = ("logits_scaling",) if config.model_type == "hyperclovax" else ()  # it divides in Granite
+    for key in ("output_multiplier", *multiplies):
+        value = getattr(config, key, None)
+        if value is not None and value != 1:
+            return f"its logits carry a factor of their own ({key} is {value})", "attention: host"
     return None
