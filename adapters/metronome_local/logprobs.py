@@ -125,6 +125,8 @@ class SharedPromptLogProbs:
             def compute(groups: Sequence[Sequence[Row]], entropy: bool = False) -> tuple[torch.Tensor, Any]:
                 rows = list(_rows(groups))
                 lengths = [len(row.ids) - prefix for row in rows]
+                if self.tokens(rows) < sum(lengths):  # these rows share more than all rows of the group do
+                    return self(groups, entropy)
                 ids = torch.tensor([token for row in rows for token in row.ids[prefix:]], device=self._device)
                 self.computed_tokens += len(ids)
                 self.separate_tokens += sum(len(row.ids) for row in rows)

@@ -239,6 +239,25 @@ def test_groups_without_advantages_are_left_out_of_the_passes_and_counted_in_the
     assert relative(found, directly(MADE, [groups[0], *groups[2:]], "seq-mean")) > 1e-3
 
 
+def test_parts_that_share_more_than_their_group_does_share_it_and_stay_within_the_budget():
+    rng = random.Random(5)
+    rollouts = []
+    for prompt in ([1, *(rng.randrange(3, 99) for _ in range(30))] for _ in range(2)):
+        for _ in range(3):  # two agents' prompts have their first token in common
+            length = rng.randint(1, 6)
+            response = [rng.randrange(3, 99) for _ in range(length)]
+            rollouts.append([Row(prompt, response, [True] * length, [-1.0] * length, [VERSION] * length)])
+    groups = [TrainGroup(0, rollouts, [rng.uniform(-1, 1) for _ in range(6)])]
+    gradient = gradient_for(MADE, reference=REFERENCE, kl=0.2, micro_batch_tokens=60)
+    sizes = []
+    hook = MADE.model.layers[0].register_forward_hook(lambda _m, inputs, _o: sizes.append(inputs[0].shape[1]))
+    found, _ = accumulate(gradient, [groups])
+    hook.remove()
+    assert relative(found, directly(MADE, groups, "seq-mean", 0.2, reference=REFERENCE)) < 1e-12
+    assert max(sizes) <= 60
+    assert gradient.log_probs.computed_tokens < 0.5 * gradient.log_probs.separate_tokens
+
+
 def whitened(groups):
     rows = [row for group in groups for row in group.rows]
     raw = [a for group in groups for a in group.row_advantages]

@@ -13,6 +13,7 @@ from metronome.contracts import AttentionNeed
 from metronome.device import Device
 from metronome.errors import ConfigurationError
 from metronome.shared_prompt import plugin
+from metronome.shared_prompt.calls import Limits, far
 from metronome.shared_prompt.layout import longest_common_prefix, share_rows
 from metronome.shared_prompt.plan import SharedPromptPlan
 from metronome.shared_prompt.select import choose
@@ -150,6 +151,16 @@ def test_float32_on_cuda_goes_to_flex_and_float64_to_the_reference():
     assert backend.name == "reference"
     assert "not varlen: " in why
     assert "not flex: " in why
+
+
+def test_the_far_part_is_cut_where_a_kernel_takes_fewer_rows_than_all_responses():
+    plan = SharedPromptPlan.build([(3, [4, 4, 4])])
+    calls = far(plan, Limits(keys=8))
+    rows = [row for call in calls for row in range(plan.tokens)[call.query_rows]]
+    assert rows == list(range(3, 15))
+    assert all(call.query_ends[-1] <= 8 for call in calls)
+    with pytest.raises(ConfigurationError, match="longer than the attention kernel"):
+        far(plan, Limits(keys=2))
 
 
 @pytest.mark.parametrize("lengths", [(20, 256), (1, 600)])

@@ -111,8 +111,14 @@ def own(plan: SharedPromptPlan, limits: Limits = NO_LIMITS) -> tuple[Call, ...]:
 
 def far(plan: SharedPromptPlan, limits: Limits = NO_LIMITS) -> tuple[Call, ...]:
     """The calls of the cascade's far part; together they cover every response row once."""
-    sequences = [_Sequence((group.tail,), (group.prompt,)) for group in plan.groups]
-    return plan.once(("far", limits), lambda: _calls(plan, sequences, limits))
+
+    def sequences() -> Iterable[_Sequence]:
+        for group in plan.groups:
+            most = limits.keys or max(1, group.tail.length)  # without a mask, queries may be cut anywhere
+            for start in range(group.tail.start, group.tail.end, most):
+                yield _Sequence((Segment(start, min(most, group.tail.end - start)),), (group.prompt,))
+
+    return plan.once(("far", limits), lambda: _calls(plan, sequences(), limits))
 
 
 def _calls(plan: SharedPromptPlan, sequences: Iterable[_Sequence], limits: Limits) -> tuple[Call, ...]:
@@ -123,7 +129,7 @@ def _calls(plan: SharedPromptPlan, sequences: Iterable[_Sequence], limits: Limit
         longest = max(sequence.query_length, sequence.key_length)
         if limits.keys is not None and longest > limits.keys:
             raise ConfigurationError(
-                "one prompt with its response is longer than the attention kernel takes",
+                "one sequence is longer than the attention kernel takes",
                 found=longest,
                 where="metronome.shared_prompt.backend",
                 remedy=f"sequences of at most {limits.keys} tokens, or backend: reference",

@@ -71,6 +71,8 @@ class SharedPromptModel:
         self._head = head_of(base, config)
         self._options = options or SharedPromptOptions()
         self._before = base.config._attn_implementation
+        if self._before == NAME:  # another handle's; rows without a layout go through sdpa there
+            self._before = "sdpa"
         self._checked = self._checked_cached = False
         self._layers: list[Signature] = []  # of the last pass, as the plan
         self._plan: SharedPromptPlan | None = None
@@ -111,13 +113,25 @@ class SharedPromptModel:
         tell = getattr(self.backend, "explain", None)
         if tell is None or self._plan is None:
             return self.backend.name
-        kinds = dict.fromkeys(self._layers)
-        return "; ".join(dict.fromkeys(tell(kind.need(self._plan.device.type), self._plan) for kind in kinds))
+        kinds, cached = dict.fromkeys(self._layers), bool(self._plan.first_query)
+        return "; ".join(dict.fromkeys(tell(kind.need(self._plan.device.type, cached), self._plan) for kind in kinds))
 
     def detach(self) -> None:
-        """Gives the model the attention implementation that it had before."""
+        """Gives the model its attention implementation back; call it after the last backward pass.
+
+        Gradient checkpointing runs layers again in the backward pass, and they would no longer see the layout.
+        """
         if self._attached:
             self._set(self._before)
+
+    def check_attached(self) -> None:
+        """Raises ConfigurationError once the model has its old attention back."""
+        if not self._attached:
+            raise ConfigurationError(
+                "the model was detached from shared prompts",
+                where=type(self._base).__name__,
+                remedy="attach it again",
+            )
 
     def log_probs_of(
         self, hidden: Tensor, input_ids: Tensor, plan: SharedPromptPlan, temperature: float, entropy: bool
@@ -129,12 +143,7 @@ class SharedPromptModel:
     def _forward(
         self, input_ids: Tensor, plan: SharedPromptPlan, exchange: Exchange | None = None
     ) -> tuple[Tensor, list[Signature]]:
-        if not self._attached:
-            raise ConfigurationError(
-                "the model was detached from shared prompts",
-                where=type(self._base).__name__,
-                remedy="attach it again",
-            )
+        self.check_attached()
         if input_ids.shape != (plan.queries,):
             raise ConfigurationError(
                 "a row must be one tensor [T] as long as its plan",
@@ -148,6 +157,7 @@ class SharedPromptModel:
             position_ids=plan.position_ids[None],
             attention_mask=placeholder_mask(plan.queries, input_ids.device),
             use_cache=False,
+            return_dict=True,
             **{NAME: call},
         )
         self._layers = layers = list(call.layers)  # a checkpointed layer comes again in the backward pass

@@ -24,6 +24,9 @@ NAME = "metronome_shared_prompt"
 """The attention implementation's name, and the keyword that carries a ``SharedPromptCall``."""
 
 
+_UNDERSTOOD = {"position_ids", "cache_position"}  # tensors that the plan stands for
+
+
 @dataclass(frozen=True)
 class Signature:
     """What one attention layer asks for: heads, widths, dtype name, score factor, window in tokens, sinks."""
@@ -76,7 +79,7 @@ def register() -> None:
 
 def placeholder_mask(tokens: int, device: torch.device) -> Tensor:
     """A ``[1,1,T,T]`` view of one element: transformers takes a 4-D mask as it is and builds none."""
-    return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device).expand(1, 1, tokens, tokens)
+    return torch.ones(1, dtype=torch.bool, device=device).as_strided((1, 1, tokens, tokens), (0, 0, 0, 0))
 
 
 def attention_forward(
@@ -101,7 +104,7 @@ def attention_forward(
     call = metronome_shared_prompt
     if call is None:
         return _ordinary(module, query, key, value, attention_mask, scale, dropout, s_aux, others), None
-    _check_layer(module, query, key, dropout, others, call.plan)
+    _check_layer(module, query, key, attention_mask, dropout, others, call.plan)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     kind = q.device.type
     if torch.is_autocast_enabled(kind):  # as sdpa does: rotary tables may have left q and k wider than v
@@ -150,10 +153,16 @@ def _check_layer(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
+    mask: Tensor | None,
     dropout: float,
     others: dict[str, Any],
     plan: SharedPromptPlan,
 ) -> None:
+    if mask is not None and mask.stride()[-2:] != (0, 0):  # ours is a view of one element
+        raise _refused("it makes a mask of its own, which would be dropped", module)
+    unknown = [name for name, value in others.items() if isinstance(value, Tensor) and name not in _UNDERSTOOD]
+    if unknown:
+        raise _refused(f"it hands {', '.join(unknown)} to attention, which would be dropped", module)
     if dropout:
         raise _refused(f"attention dropout {dropout} is active", module)
     if others.get("softcap") is not None:

@@ -68,7 +68,9 @@ def response_log_probs(
     """
     rows_Ud = hidden[plan.unique_label_rows]
     if plan.response_tokens == 0:
-        empty = rows_Ud.sum(-1)  # keeps the graph, so that backward() of an empty row works
+        empty = rows_Ud.to(torch.promote_types(rows_Ud.dtype, torch.float32)).sum(
+            -1
+        )  # keeps the graph, so that backward() of an empty row works
         return empty, empty if entropy else None
     tokens_sorted = tokens[plan.label_order]
     row_sorted = plan.label_inverse[plan.label_order]

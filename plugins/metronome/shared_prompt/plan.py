@@ -229,8 +229,11 @@ class SharedPromptPlan:
         """int64 ``[T]``, the position of every key; ``position_ids`` unless the prompt is cached."""
         if not self.first_query:
             return self.position_ids
-        prompt = torch.arange(self.first_query, device=self.device)
-        return self.once("key_positions", lambda: torch.cat([prompt, self.position_ids]))
+
+        def build() -> Tensor:
+            return torch.cat([torch.arange(self.first_query, device=self.device), self.position_ids])
+
+        return self.once("key_positions", build)
 
     def once(self, key: Hashable, build: Callable[[], Value]) -> Value:
         """What ``build`` makes of this plan, made at the first call with ``key`` and kept for all layers."""

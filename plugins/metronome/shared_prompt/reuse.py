@@ -118,8 +118,9 @@ class CachedPrompt:
         Raises ConfigurationError if a micro-batch's backward pass is missing: its part of the prompt's gradient
         would be lost.
         """
-        root, self._root, self._closed = self._root, None, True
-        if kind is not None or root is None or self._states.last is None:
+        root, states = self._root, self._states
+        self._root, self._states, self._closed = None, PromptStates(), True
+        if kind is not None or root is None or states.last is None:
             return
         if self._waiting:
             raise ConfigurationError(
@@ -128,9 +129,9 @@ class CachedPrompt:
                 where="cached_prompt",
                 remedy="call backward() on every loss before the block ends, or compute without gradient",
             )
-        if self._started and root.requires_grad:
-            torch.autograd.backward([root], [self._states.last.onto(torch.zeros_like(root))])
-        self._states = PromptStates()
+        if self._started:
+            self._handle.check_attached()  # gradient checkpointing runs the layers again
+            torch.autograd.backward([root], [states.last.onto(torch.zeros_like(root))])
 
     def log_probs(
         self, ids: Tensor, lengths: Sequence[int], temperature: float = 1.0, entropy: bool = False
@@ -152,11 +153,19 @@ class CachedPrompt:
                 remedy="with handle.cached_prompt(ids) as prompt: ... prompt.log_probs(...)",
             )
         plan = SharedPromptPlan.build([(self.tokens, lengths)], device=self._ids.device, cached_prompt=True)
-        if plan.response_tokens == 0:
-            empty = self._states.last.value.new_zeros(0).requires_grad_(torch.is_grad_enabled())
+        if plan.response_tokens == len(ids) == 0:
+            empty = self._states.last.value.new_zeros(
+                0, dtype=torch.promote_types(self._states.last.value.dtype, torch.float32)
+            ).requires_grad_(torch.is_grad_enabled())
             return empty, empty if entropy else None
         hidden = self._handle.hidden_through(ids, plan, self._states.read)
         if hidden.requires_grad:
+            if not self._root.requires_grad:
+                raise ConfigurationError(
+                    "micro-batches with a gradient read a cached prompt that was computed without one",
+                    where="cached_prompt",
+                    remedy="enter the block with gradients on, or read it under torch.no_grad()",
+                )
             self._started += 1
             self._waiting.add(self._started)
         behind_last: Callable[..., Tensor] = _BehindLast.apply

@@ -51,7 +51,8 @@ def backend_named(name: str) -> AttentionBackend:
 
 def kernel_calls(plan: SharedPromptPlan) -> int:
     """Kernel calls of the cascade's forward: prompt, responses to prompt, and each response length."""
-    return sum(1 + bool(group.buckets) + len(group.buckets) for group in plan.groups)
+    prompts = 0 if plan.first_query else len(plan.groups)
+    return prompts + sum(bool(group.buckets) + len(group.buckets) for group in plan.groups)
 
 
 def choose(
@@ -63,7 +64,7 @@ def choose(
         wanted: ``auto`` or a backend's name.
         need: what the model's attention asks for.
         plan: the row, so that ``auto`` can take the dense mask where a row on CPU is too small for kernel calls
-            to pay (T^2 below 500 query-key pairs a call); None: any row.
+            to pay (Q T below 500 query-key pairs a call); None: any row.
         find: gives the backend of a name.
 
     Raises ConfigurationError if the wanted backend, or none at all, serves ``need``.
@@ -92,10 +93,10 @@ def choose(
             where="metronome.shared_prompt.backend",
             remedy=_remedy(need),
         )
-    if name == "cascade" and plan is not None and plan.tokens**2 < _PAIRS_PER_CALL * kernel_calls(plan):
+    if name == "cascade" and plan is not None and plan.queries * plan.tokens < _PAIRS_PER_CALL * kernel_calls(plan):
         small = find("reference")
         if small.supports(need) is None:
-            return small, (f"reference: {plan.tokens} tokens are too few for {kernel_calls(plan)} kernel calls to pay")
+            return small, (f"reference: {plan.queries} tokens are too few for {kernel_calls(plan)} kernel calls to pay")
     banded = name == "cascade" and need.window
     why = _WHY[name] + (", banded arithmetic where a window is shorter than prompt and response" if banded else "")
     return backend, "; not ".join([f"{name}: {why}", *passed_over])

@@ -18,6 +18,7 @@ _LOG_PROB_TOLERANCE = {torch.float64: 3e-6, torch.float32: 1e-3}
 _LOG_PROB_TOLERANCE_HALF = 0.5
 
 
+@torch.inference_mode(False)  # gradients are compared even if the caller wants none
 def check_attention(
     backend: AttentionBackend, plan: SharedPromptPlan, layer: Signature, device: torch.device, seed: int = 0
 ) -> None:

@@ -37,7 +37,8 @@ def check_attention_backend(
     """Holds a backend against dense float64 arithmetic, outputs and gradients, on every layout of ``PLANS``.
 
     Query heads share key/value heads (6 over 2); windows and sinks are tried where ``supports`` takes them; a
-    need that isn't supported must be refused with a sentence. A repeated call must give the same bits.
+    need that isn't supported must be refused with a sentence. A repeated call, and a second backward pass through
+    the same graph, must give the same bits.
 
     Args:
         backend: the plug-in's object.
@@ -128,10 +129,11 @@ def _check_case(
     if need.sinks:
         shapes.append((need.heads,))
     inputs = [torch.randn(shape, generator=draw).to(need.device, dtype) for shape in shapes]
+    inputs[:3] = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs[:3]]  # as models hand them over
     weights = torch.randn(plan.queries, need.heads, need.value_dim, generator=draw).to(need.device, dtype)
     real = plan.tokens_shared - plan.first_query  # the rest is padding
     weights[real:] = 0
-    scale = need.head_dim**-0.5
+    scale = 0.4  # nobody's default
 
     def run() -> list[Tensor]:
         leaves = [x.clone().requires_grad_() for x in inputs]
@@ -141,9 +143,12 @@ def _check_case(
         assert out.shape == weights.shape, f"{case}: the output is {tuple(out.shape)}, not {tuple(weights.shape)}"
         assert out.dtype == dtype, f"{case}: the output is {out.dtype}"
         assert bool(torch.isfinite(out).all()), f"{case}: the output isn't finite"
-        gradients = torch.autograd.grad(out, leaves, weights, allow_unused=True)
-        for name, gradient, leaf in zip("qkvs", gradients, leaves, strict=False):
+        gradients = torch.autograd.grad(out, leaves, weights, retain_graph=True, allow_unused=True)
+        again = torch.autograd.grad(out, leaves, weights, allow_unused=True)
+        for name, gradient, second, leaf in zip("qkvs", gradients, again, leaves, strict=False):
             assert gradient is not None, f"{case}: no gradient reaches {name}"
+            assert second is not None, f"{case}: no gradient reaches {name} in a second backward"
+            assert torch.equal(gradient, second), f"{case}: a second backward differs in {name}"
             assert gradient.dtype == leaf.dtype, f"{case}: the gradient of {name} is {gradient.dtype}"
             assert bool(torch.isfinite(gradient).all()), f"{case}: the gradient of {name} isn't finite"
         return [out.detach()[:real], *(g for g in gradients if g is not None)]

@@ -1,5 +1,7 @@
 """A prompt computed once for several response micro-batches equals separate rows, gradients included."""
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -215,6 +217,111 @@ def test_a_gradient_that_would_be_lost_stops_the_step():
         cached.log_probs(responses[0], [LENGTHS[0]])
     with pytest.raises(ZeroDivisionError), shared.cached_prompt(prompt) as cached:  # the block's own error stays
         _ = cached.log_probs(responses[0], [LENGTHS[0]])[0].sum() / (1 // 0)
+
+
+@pytest.mark.parametrize("prompt_len, lengths", [(1, (3, 1)), (12, (1, 2, 1))])
+def test_a_pass_over_one_token_equals_separate_rows_too(prompt_len, lengths):
+    model = build("mistral")
+    draw = torch.Generator().manual_seed(2)
+    prompt, *responses = (torch.randint(3, 97, (n,), generator=draw) for n in (prompt_len, *lengths))
+    wanted = gradients(model, separate(model, prompt, responses))
+    _, ours = step(model, attach(model, CascadeBackend()), prompt, responses, (1,) * len(lengths))
+    assert relative(ours, wanted) < 1e-6
+
+
+def test_a_gradient_that_the_prompt_can_t_take_is_refused():
+    model = build("llama")
+    prompt, responses = group()
+    shared = attach(model, CascadeBackend(), UNCHECKED)
+    with torch.no_grad(), shared.cached_prompt(prompt) as cached, torch.enable_grad():
+        with pytest.raises(ConfigurationError, match="computed without one"):
+            cached.log_probs(responses[0], [LENGTHS[0]])
+        with torch.no_grad():
+            cached.log_probs(responses[0], [LENGTHS[0]])
+    detached = pytest.raises(ConfigurationError, match="detached")
+    with detached, shared.cached_prompt(prompt) as cached:
+        cached.log_probs(responses[0], [LENGTHS[0]])[0].sum().backward()
+        shared.detach()  # with gradient checkpointing the prompt's layers would run again without their layout
+
+
+def test_token_ids_without_lengths_are_refused():
+    prompt, responses = group()
+    shared = attach(build("llama"), CascadeBackend(), UNCHECKED)
+    with shared.cached_prompt(prompt) as cached, pytest.raises(ConfigurationError, match="pass 0 token ids"):
+        cached.log_probs(responses[0], [0, 0])
+
+
+def test_the_first_use_check_compares_gradients_in_inference_mode_too():
+    model = build("mistral")
+    prompt, responses = group()
+    ids, plan = torch.cat([prompt, *responses]), SharedPromptPlan.build([(PROMPT, LENGTHS)])
+    with torch.inference_mode():
+        shared = attach(model, CascadeBackend())
+        whole, _ = shared.log_probs(ids, plan)
+        with shared.cached_prompt(prompt) as cached:
+            found, _ = cached.log_probs(torch.cat(responses), LENGTHS)
+        with pytest.raises(EqualityViolated, match="the gradient of v is missing"):
+            attach(model, Faulty("loses a gradient")).log_probs(ids, plan)
+    assert torch.equal(found, whole)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_closed_prompt_holds_no_keys_and_no_graph(fails):
+    prompt, responses = group()
+    shared = attach(build("llama"), CascadeBackend(), UNCHECKED)
+    cached = shared.cached_prompt(prompt)
+    try:
+        with cached:
+            noted = [weakref.ref(kept) for pair in cached._states.layers.values() for kept in pair]
+            graph = weakref.ref(cached._root)
+            cached.log_probs(responses[0], [LENGTHS[0]])[0].sum().backward()
+            if fails:
+                raise InterruptedError
+    except InterruptedError:
+        pass
+    assert len(noted) == 4
+    assert not any(one() is not None for one in [*noted, graph])
+
+
+def test_what_explains_the_last_pass_is_told_of_the_cached_prompt():
+    class Telling(CascadeBackend):
+        def explain(self, need, plan):
+            return f"cached: {need.cached_prompt}"
+
+    prompt, responses = group()
+    shared = attach(build("llama"), Telling(), UNCHECKED)
+    with torch.no_grad(), shared.cached_prompt(prompt) as cached:
+        assert shared.explain() == "cached: False"
+        cached.log_probs(responses[0], [LENGTHS[0]])
+        assert shared.explain() == "cached: True"
+
+
+def test_two_open_prompts_and_whole_rows_between_them_keep_their_gradients_apart():
+    model = build("llama")
+    prompt, responses = group()
+    other, others = group((4, 0, 7), 11, 2)
+
+    def loss(log_probs, seed):
+        return (log_probs * torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(seed))).sum()
+
+    def collected():
+        found = {name: p.grad.clone() for name, p in model.named_parameters()}
+        model.zero_grad()
+        return found
+
+    for first, second, seed in ((prompt, responses[:3], 1), (prompt, responses[3:], 2), (other, others, 3)):
+        loss(separate(model, first, second), seed).backward()
+    loss(separate(model, prompt, responses), 4).backward()
+    wanted = collected()
+    shared = attach(model, CascadeBackend(), UNCHECKED)
+    with shared.cached_prompt(prompt) as one, shared.cached_prompt(other) as two:
+        start, _ = one.log_probs(torch.cat(responses[:3]), LENGTHS[:3])
+        loss(two.log_probs(torch.cat(others), (4, 0, 7))[0], 3).backward()
+        whole, _ = shared.log_probs(torch.cat([prompt, *responses]), SharedPromptPlan.build([(PROMPT, LENGTHS)]))
+        end, _ = one.log_probs(torch.cat(responses[3:]), LENGTHS[3:])
+        (loss(whole, 4) + 0.25 * loss(end, 2)).backward(retain_graph=True)
+        (0.75 * loss(end, 2) + loss(start, 1)).backward()  # a second pass through one micro-batch
+    assert relative(collected(), wanted) < 1e-6
 
 
 def test_one_module_that_is_several_layers_is_refused():

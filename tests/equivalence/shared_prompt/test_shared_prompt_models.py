@@ -306,6 +306,21 @@ def test_rows_without_a_layout_go_through_unchanged_and_detach_restores():
         shared.hidden_states(prompt, SharedPromptPlan.build([(PROMPT, [0])]))
 
 
+def test_a_second_handle_s_detach_leaves_a_model_of_transformers():
+    model = build("llama")
+    first, second = attach(model, CascadeBackend()), attach(model, CascadeBackend())
+    first.detach()
+    second.detach()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_configuration_that_asks_for_tuples_is_served():
+    model = build("llama", return_dict=False)
+    prompt, responses = group()
+    plan, ids = SharedPromptPlan.build([(PROMPT, LENGTHS)]), torch.cat([prompt, *responses])
+    assert attach(model, CascadeBackend(), UNCHECKED).log_probs(ids, plan)[0].shape == (sum(LENGTHS),)
+
+
 def test_sinks_and_windows_of_gpt_oss_equal_separate_rows():
     changes = {"head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16}
     config = transformers.AutoConfig.for_model(
