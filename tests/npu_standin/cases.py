@@ -2,6 +2,7 @@
 
 import torch
 from npu_standin import semantics
+from npu_standin.masks import require
 from torch import Tensor
 
 from metronome.shared_prompt.plan import SharedPromptPlan
@@ -62,6 +63,23 @@ def upper_left(direction):
     """A driver that aligns causal masks at the upper left."""
     kernel = getattr(semantics, direction)
     return lambda **named: kernel(**{**named, "sparse_mode": {3: 2}.get(named.get("sparse_mode"), 0)})
+
+
+def contiguous(direction):
+    """The operator of that direction, for contiguous tensors only: the page doesn't say that it takes others."""
+    kernel = getattr(semantics, direction)
+
+    def strict(**named):
+        for name, value in named.items():
+            require(not torch.is_tensor(value) or value.is_contiguous(), f"{name} isn't contiguous")
+        return kernel(**named)
+
+    return strict
+
+
+def views(tensors):
+    """q, k and v as a host hands them over, ``[T,H,D]`` views of ``[H,T,D]``, and sinks."""
+    return [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors[:3]] + tensors[3:]
 
 
 def kept_bytes(run) -> tuple[int, Tensor]:

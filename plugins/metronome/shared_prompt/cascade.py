@@ -93,6 +93,8 @@ def _joined(q: Tensor, k: Tensor, v: Tensor, groups: tuple[Group, ...], scale: f
         q, k = pad(q, (0, value_width - width)), pad(k, (0, value_width - width))
     elif value_width < width:
         v = pad(v, (0, width - value_width))
+    # The kernel takes a dense last dimension for granted and reads other memory where it isn't.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     apply: Callable[..., Tensor] = _Cascade.apply
     return apply(q, k, v, sinks, groups, scale)[..., :value_width]
 

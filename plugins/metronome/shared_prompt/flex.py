@@ -72,6 +72,9 @@ class FlexBackend:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """``q [Q,Nq,D], k [T,Nkv,D], v [T,Nkv,Dv] -> [Q,Nq,Dv]`` in q's dtype; padding attends to itself."""
+        if not plan.queries:  # a cached prompt with nothing but empty responses: no block to compute
+            nothing = sum(x[:0].sum() for x in (k, v, sinks) if x is not None)
+            return q.sum(-1, keepdim=True).expand(-1, -1, v.shape[-1]) + nothing
         run: Callable[..., Any] = flex_attention
         if q.device.type == "cuda":
             run = _compiled()

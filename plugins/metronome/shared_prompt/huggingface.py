@@ -151,6 +151,13 @@ class SharedPromptModel:
                 where="shared_prompt row",
                 remedy=f"pass {plan.queries} token ids",
             )
+        if input_ids.device != plan.device:
+            raise ConfigurationError(
+                "the row's token ids and its plan are on two devices",
+                found=f"{input_ids.device} and {plan.device}",
+                where="shared_prompt row",
+                remedy="SharedPromptPlan.build(..., device=input_ids.device)",
+            )
         call = SharedPromptCall(plan, self.backend, exchange)
         output = self._decoder(
             input_ids=input_ids[None],

@@ -97,6 +97,11 @@ def _scores(config: Any) -> Refusal | None:
             "apply_query_key_layer_scaling splits the score factor between two modules",
             "apply_query_key_layer_scaling: false",
         )
+    if getattr(config, "batch_invariant_mode", False):
+        return (
+            "batch_invariant_mode asks for one order of sums whatever shares a call, which backends don't promise",
+            "batch_invariant_mode: false",
+        )
     for key in ("qk_clip", "log_max_attention_logit"):
         if getattr(config, key, False):
             return f"{key} reads the largest score, which shared-prompt backends don't give back", f"{key}: false"
@@ -116,11 +121,11 @@ def _extras(model: Any, config: Any) -> Refusal | None:
     for key in ("experimental_attention_variant", "linear_attention_freq", "is_hybrid_model"):
         if getattr(config, key, None):
             return f"{key} ({getattr(config, key)}): state or an index runs from one response into the next", _HOST
-    for key in ("fp8", "fp4"):
+    for key in ("fp8", "fp4", "quant_recipe", "use_kitchen"):
         if getattr(config, key, None):
             return (
                 f"{key} scales depend on which tokens share a tensor, so log-probs of shared and separate rows differ",
-                f"{key}: null",
+                f"{key}: {'false' if key == 'use_kitchen' else 'null'}",
             )
     return None
 

@@ -88,5 +88,7 @@ class VarlenBackend:
                 where="metronome.shared_prompt.backend",
                 remedy="a CUDA build of torch 2.13, flash-attn 2.7 or 2.8, or backend: flex",
             )
+        width = v.shape[-1]
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # both packages' kernels ask for it
         wide = even_heads(q, k, v, multiple=8)
-        return gathered_attention(kernel, *wide, plan, scale, window, sinks)[..., : v.shape[-1]]
+        return gathered_attention(kernel, *wide, plan, scale, window, sinks)[..., :width]

@@ -10,6 +10,7 @@ import types
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 
 class FlashStandIn:
@@ -23,6 +24,8 @@ class FlashStandIn:
     def forward(self, q, k, v, ends_q, ends_k, longest_q, longest_k, scale, causal, left, right):
         self.forwards += 1
         self._check((q, k, v), ends_q, ends_k, longest_q, longest_k)
+        decoding = longest_q == 1 and q.shape[1] > k.shape[1] and left < 0 and right < 0
+        assert not decoding, "flash_api.cpp swaps heads and rows here, and lays the statistics out otherwise"
         out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], dtype=_exact(q))
         for rows, keys in _sequences(ends_q, ends_k):
             scores = self._scores(q[rows], k[keys], scale, causal, left, right)
@@ -128,13 +131,16 @@ def torch_flash(standin):
 
 @contextmanager
 def package_flash(standin):
-    """An importable ``flash_attn`` with the signatures of 2.8, for the length of the block."""
+    """An importable ``flash_attn`` with the signatures of 2.8, custom ops as there, for the length of the block."""
 
+    @torch.library.custom_op("flash_standin::_flash_attn_varlen_forward", mutates_args=())
     def _flash_attn_varlen_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
-        block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
-    ):  # fmt: skip
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+        max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool,
+        window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None, return_softmax: bool = False, block_table: Tensor | None = None,
+        leftpad_k: Tensor | None = None, seqused_k: Tensor | None = None, zero_tensors: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         assert (dropout_p, softcap, alibi_slopes) == (0.0, 0.0, None)
         out, lse = standin.forward(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -142,11 +148,14 @@ def package_flash(standin):
         )  # fmt: skip
         return out, lse, torch.empty(0), torch.empty(2, dtype=torch.int64)
 
+    @torch.library.custom_op("flash_standin::_flash_attn_varlen_backward", mutates_args=("dq", "dk", "dv"))
     def _flash_attn_varlen_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
-        rng_state=None, zero_tensors=False,
-    ):  # fmt: skip
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
+        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+        max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool,
+        window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
+        deterministic: bool, rng_state: Tensor | None = None, zero_tensors: bool = False,
+    ) -> Tensor:  # fmt: skip
         assert (dropout_p, softcap, alibi_slopes) == (0.0, 0.0, None)
         standin.deterministic.append(deterministic)
         found = standin.backward(

@@ -204,15 +204,23 @@ def test_the_forward_is_the_references(plan, window, with_sinks):
         q, k, v, s = tensors(plan, heads, kv_heads, value_width=value_width)
         sinks = s if with_sinks else None
         with torch.no_grad():
-            ours = FlexBackend("cpu").attend(q, k, v, plan, 0.25, window=window, sinks=sinks)
+            ours = FlexBackend("cpu").attend(q, k, v, plan, 0.4, window=window, sinks=sinks)
         exact = [x.double() for x in (q, k, v)]
         exact_sinks = s.double() if with_sinks else None
-        theirs = masked_attention(*exact, allowed(plan, window), 0.25, exact_sinks)
+        theirs = masked_attention(*exact, allowed(plan, window), 0.4, exact_sinks)
         assert (ours - theirs).abs().max() < 2e-6
         dropped = masked_attention(
-            *exact, allowed(SharedPromptPlan.build([(plan.tokens, [0])]))[plan.first_query :], 0.25
+            *exact, allowed(SharedPromptPlan.build([(plan.tokens, [0])]))[plan.first_query :], 0.4
         )
         assert (ours - dropped).abs().max() > 1e-2
+
+
+def test_a_row_without_queries_gives_empty_outputs_and_gradients():
+    plan = SharedPromptPlan.build([(5, [0, 0])], cached_prompt=True)
+    leaves = [x.requires_grad_() for x in tensors(plan, value_width=24)]
+    out = FlexBackend("cpu").attend(*leaves[:3], plan, 0.4, sinks=leaves[3])
+    assert out.shape == (0, 6, 24)
+    assert [x.shape for x in torch.autograd.grad(out.sum(), leaves)] == [x.shape for x in leaves]
 
 
 @pytest.mark.usefixtures("eager")
@@ -225,9 +233,17 @@ def test_one_compilation_serves_rows_of_all_lengths_and_windows():
             plan = SharedPromptPlan.build([(100 * count, [50 + count, 90])])
             q, k, v, _ = tensors(plan)
             for window in (None, 70 + count):
-                found = FlexBackend("cpu").attend(q, k, v, plan, 0.25, window=window)
-                assert (found - masked_attention(q, k, v, allowed(plan, window), 0.25)).abs().max() < 2e-6
+                found = FlexBackend("cpu").attend(q, k, v, plan, 0.4, window=window)
+                assert (found - masked_attention(q, k, v, allowed(plan, window), 0.4)).abs().max() < 2e-6
     assert frames.frame_count == 1
+
+
+def test_on_cuda_it_is_compiled_for_all_lengths_or_an_error(monkeypatch):
+    told = {}
+    monkeypatch.setattr(torch, "compile", lambda function, **options: told.update(options) or function)
+    assert flex._compiled.__wrapped__() is flex_attention
+    assert told["dynamic"] is told["fullgraph"] is True
+    assert told["recompile_limit"] > torch._dynamo.config.recompile_limit
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
@@ -239,7 +255,7 @@ def test_gradients_through_the_block_mask_are_the_references(plan, window, with_
     outcomes = []
     for mask in (evaluated(plan, block_mask(plan, window), BLOCK), allowed(plan, window)):
         leaves = [x.clone().requires_grad_() for x in inputs]
-        out = masked_attention(*leaves[:3], mask, 0.25, *leaves[3:])
+        out = masked_attention(*leaves[:3], mask, 0.4, *leaves[3:])
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=out.dtype)
         outcomes.append([out.detach(), *torch.autograd.grad(out, leaves, weights)])
     for one, other in zip(*outcomes, strict=True):
@@ -252,12 +268,12 @@ def test_the_log_sum_exp_carries_its_part_of_the_sinks_gradient():
     inputs = tensors(plan, dtype=torch.float64)
 
     def with_lse(q, k, v, s):  # what FlexAttention returns, and what attend() makes of it
-        scores = torch.einsum("rhd,mhd->rhm", q, k.repeat_interleave(3, 1)) * 0.25
+        scores = torch.einsum("rhd,mhd->rhm", q, k.repeat_interleave(3, 1)) * 0.4
         lse = scores.masked_fill(~mask[:, None], -torch.inf).logsumexp(-1)
-        return flex.add_sinks(masked_attention(q, k, v, mask, 0.25), lse, s)[0]
+        return flex.add_sinks(masked_attention(q, k, v, mask, 0.4), lse, s)[0]
 
     outcomes = []
-    for attend in (with_lse, lambda q, k, v, s: masked_attention(q, k, v, mask, 0.25, s)):
+    for attend in (with_lse, lambda q, k, v, s: masked_attention(q, k, v, mask, 0.4, s)):
         leaves = [x.clone().requires_grad_() for x in inputs]
         outcomes.append(torch.autograd.grad(attend(*leaves).square().sum(), leaves))
     for one, other in zip(*outcomes, strict=True):
@@ -268,7 +284,7 @@ def test_there_is_no_backward_on_cpu_and_the_backend_says_so():
     plan = built("one block")
     q, k, v, _ = (x.requires_grad_() for x in tensors(plan))
     with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
-        FlexBackend("cpu").attend(q, k, v, plan, 0.25)
+        FlexBackend("cpu").attend(q, k, v, plan, 0.4)
     reason = FlexBackend().supports(AttentionNeed("cpu", "float32", 16, 16, 6, 2))
     assert "on CPU it has no backward" in reason
 

@@ -13,7 +13,19 @@ from hypothesis import strategies as st
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from npu_standin import semantics
-from npu_standin.cases import EXACT, TOLERANCE, changed, error, inputs, kept_bytes, outcome, plan_of, upper_left
+from npu_standin.cases import (
+    EXACT,
+    TOLERANCE,
+    changed,
+    contiguous,
+    error,
+    inputs,
+    kept_bytes,
+    outcome,
+    plan_of,
+    upper_left,
+    views,
+)
 from npu_standin.install import installed
 from npu_standin.masks import ContractError
 from npu_standin.model import check as check_model
@@ -85,6 +97,15 @@ def test_any_plan_gives_the_attention_of_separate_rows(groups, padding, heads, v
 def test_a_cached_prompt_gives_the_attention_of_separate_rows(ops, window, padding):
     plan = plan_of([(9, [4, 0, 6])], padding, cached=True)
     assert error(backend(ops), plan, inputs(plan), window, sinks=True) < 1e-12
+
+
+def test_operators_get_contiguous_tensors_whatever_the_host_hands_over():
+    plan = plan_of(GROUPS, 3)
+    tensors = views(inputs(plan, widths=(8, 8)))
+    assert not any(x.is_contiguous() for x in tensors[:3])
+    kernels = {name: contiguous(name) for name in ("forward", "backward")}
+    with installed("npu_contiguous", strict_dtypes=False, **kernels) as ops:
+        assert error(backend(ops), plan, tensors, sinks=True) < 1e-12
 
 
 @pytest.mark.parametrize("limits", [Limits(sequences=1), Limits(sequences=3, keys=40), Limits(keys=15)])

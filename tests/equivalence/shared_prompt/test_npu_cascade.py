@@ -11,7 +11,19 @@ from hypothesis import strategies as st
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from npu_standin import semantics
-from npu_standin.cases import EXACT, TOLERANCE, changed, error, inputs, kept_bytes, outcome, plan_of, upper_left
+from npu_standin.cases import (
+    EXACT,
+    TOLERANCE,
+    changed,
+    contiguous,
+    error,
+    inputs,
+    kept_bytes,
+    outcome,
+    plan_of,
+    upper_left,
+    views,
+)
 from npu_standin.install import installed
 from npu_standin.model import check as check_model
 from npu_standin.schemas import SCHEMAS, before_7_2
@@ -88,6 +100,15 @@ def test_scores_far_apart_are_joined_without_overflow(ops):
     tensors[1][:6] /= 400
     tensors[1][6:] *= 400
     assert error(backend(ops), plan, tensors) < 1e-11
+
+
+def test_operators_get_contiguous_tensors_whatever_the_host_hands_over():
+    plan = plan_of(GROUPS, 3)
+    tensors = views(inputs(plan, widths=(8, 8)))
+    assert not any(x.is_contiguous() for x in tensors[:3])
+    kernels = {name: contiguous(name) for name in ("forward", "backward")}
+    with installed("npu_contiguous", strict_dtypes=False, **kernels) as ops:
+        assert error(backend(ops), plan, tensors, sinks=True) < 1e-12
 
 
 @pytest.mark.parametrize("limits", [Limits(sequences=1), Limits(sequences=3, keys=16)])
@@ -258,6 +279,16 @@ def test_a_driver_that_drops_softmax_layout_is_found_out_by_the_probe_once(dtype
         assert "aren't each token's" in found.supports(need(dtype=dtype))
         assert "aren't each token's" in found.supports(need(dtype=dtype, sinks=True))
     assert calls == ["TND"]
+
+
+def test_a_driver_that_fails_at_softmax_layout_is_a_refusal_with_its_message():
+    def failing(**named):
+        raise RuntimeError("EZ1001: softmax_layout isn't supported")
+
+    with installed("npu_fails", forward=failing) as ops:
+        reason = backend(ops).supports(need())
+    assert "fails with softmax_layout (EZ1001: softmax_layout isn't supported" in reason
+    assert "CANN 8.3.RC1" in reason
 
 
 def uninitialised(**named):

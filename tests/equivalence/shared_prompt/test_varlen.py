@@ -97,6 +97,28 @@ def test_output_and_gradients_are_the_references(varlen, plan, window, with_sink
             assert distance(through(backend, plan, inputs, window, with_sinks), exact) < tolerance * max(1, largest)
 
 
+def head_first(x):  # a host's view of [H,T,D]
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def width_strided(x):  # a view whose last dimension isn't contiguous, which the kernels refuse
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("view", [head_first, width_strided])
+def test_views_of_any_strides_are_taken(varlen, view):
+    plan = SharedPromptPlan.build([(8, [3, 5, 0, 3]), (4, [6, 6])], 41)
+    backend, inputs = varlen(FlashStandIn(strict_dtypes=False)), tensors(plan)
+    leaves = [view(x).requires_grad_() for x in inputs[:3]]
+    assert not any(x.is_contiguous() for x in leaves)
+    out = backend.attend(*leaves, plan, 0.4)
+    gradients = torch.autograd.grad(out.square().sum(), leaves)
+    exact = [x.clone().requires_grad_() for x in inputs[:3]]
+    whole = masked_attention(*exact, allowed(plan), 0.4)
+    wanted = torch.autograd.grad(whole.square().sum(), exact)
+    assert distance([out, *gradients], [whole, *wanted]) < 1e-11
+
+
 @given(
     groups=st.lists(
         st.tuples(st.integers(1, 12), st.lists(st.integers(0, 9), min_size=1, max_size=5)), min_size=1, max_size=3
@@ -237,6 +259,10 @@ def test_another_flash_attn_is_passed_over_with_what_differs():
         assert "asks for window_size, s_aux" in reason
         del interface._flash_attn_varlen_forward
         assert "_flash_attn_varlen_forward is missing" in VarlenBackend().supports(need)
+
+
+def test_the_limits_are_the_grids_and_those_of_32_bit_lengths():
+    assert Limits(sequences=65535, keys=2**31 - 1) == TorchFlash().limits == PackageFlash(print, print).limits
 
 
 def test_what_the_kernel_does_not_take_is_refused_with_a_reason():
