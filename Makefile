@@ -26,7 +26,7 @@ export BENCHMARKS
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test check bench core megatron megatron-next npu-contract local-environment test-environment \
+.PHONY: help demo test check bench bench-attention core megatron megatron-next npu-contract local-environment test-environment \
 	megatron-environment
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make check   lint, types, import rules, unit and contract tests"
 	@echo "make core    core unit tests on every installed Python ($(CORE_PYTHONS))"
 	@echo "make bench   the benchmarks with a committed JSON"
+	@echo "make bench-attention  shared-prompt attention against separate rows and a peer, about half an hour"
 	@echo "make megatron        tests/megatron on megatron-core 0.16.1 (part of make test)"
 	@echo "make megatron-next   tests/megatron on megatron-core 0.19.2 (Python 3.12, several GB)"
 	@echo "make npu-contract    our NPU contract against the official torch_npu wheel, without an NPU (gcc, binutils)"
@@ -92,3 +93,8 @@ bench: local-environment
 	  echo "$$benchmark"; \
 	  $(LOCAL)/bin/python $$benchmark </dev/null; \
 	done <<< "$$BENCHMARKS"
+
+bench-attention:
+	@$(ENVIRONMENT) make $(LOCAL) $(LOCAL_PYTHON) $(LOCAL_PARTS) requirements/bench-nodeps.txt
+	OMP_NUM_THREADS=1 $(LOCAL)/bin/python benchmarks/attention.py --model-repeats 2 --out docs/results/attention.json
+	OMP_NUM_THREADS=1 $(LOCAL)/bin/python benchmarks/reuse.py --out docs/results/reuse.json

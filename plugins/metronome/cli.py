@@ -1,4 +1,4 @@
-"""The command ``metronome``: run, compare, plugins, doctor.
+"""The command ``metronome``: run, compare, plugins, doctor, selftest.
 
 Errors of the tree in metronome.errors become one line and an exit code: 2 for bad input, 1 for a run that
 failed, 130 for Ctrl-C. Any other exception is a fault and shows its traceback.
@@ -10,12 +10,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
 
 from metronome import __version__
-from metronome.errors import MetronomeError
+from metronome.errors import ConfigurationError, MetronomeError
 from metronome.recipes import host_of, load_host, load_recipe, parse_vary
 
 Job = Callable[[], int]
@@ -116,6 +117,29 @@ def doctor(as_json: _Json = False) -> Job:
         else:
             print_report(report)
         return 2 if report["problems"] else 0
+
+    return job
+
+
+@app.command()
+def selftest(
+    device: Annotated[str, typer.Option(metavar="cpu|cuda|npu", help="Where; by default the best there is.")] = "auto",
+    long: Annotated[bool, typer.Option("--long", help="Also at the lengths of real rows; minutes.")] = False,
+    backend: Annotated[str | None, typer.Option(metavar="NAME", help="Only this attention backend.")] = None,
+    report: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the figures, to attach to an issue.")
+    ] = None,
+) -> Job:
+    """Check shared-prompt attention on your own device; exit code 1 if a case fails."""
+
+    def job() -> int:
+        if find_spec("torch") is None:
+            raise ConfigurationError(
+                "the self-test needs torch", where="metronome selftest", remedy="install torch for your device"
+            )
+        from metronome.shared_prompt.selftest import selftest as check
+
+        return check(device, long, backend, report)
 
     return job
 

@@ -10,7 +10,7 @@ from metronome.testing.attention import dense_attention
 
 EXACT = ("float64", "float32", "bfloat16")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
-SCALE = 0.4
+SCALE = 0.2  # scores near one, so that float32 is held to its rounding
 
 
 def inputs(plan, heads=(4, 2), widths=(8, 8), dtype=torch.float64, seed=0):

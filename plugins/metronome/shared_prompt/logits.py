@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from metronome.shared_prompt.plan import SharedPromptPlan
@@ -110,9 +111,32 @@ def _block(
     logits = head(rows)
     if temperature != 1.0:
         logits = logits / temperature
+    if not entropy:
+        pick: Callable[..., Tensor] = _Picked.apply
+        return pick(logits, row, tokens), None
     total = torch.logsumexp(logits, dim=-1)
     log_probs = logits[row, tokens] - total[row]
-    if not entropy:
-        return log_probs, None
     mean = (torch.softmax(logits, dim=-1) * logits).sum(-1)
     return log_probs, (total - mean)[row]
+
+
+class _Picked(torch.autograd.Function):
+    """``logits[row, token] - logsumexp(logits[row])`` with one ``[U,V]`` tensor in the backward, not three.
+
+    ``d logits[u] = sum_n g_n (onehot(token_n) - softmax(logits[u]))`` over the tokens n that row u predicts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, row: Tensor, tokens: Tensor) -> Tensor:
+        total = torch.logsumexp(logits, dim=-1)
+        ctx.save_for_backward(logits, row, tokens, total)
+        return logits[row, tokens] - total[row]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, row, tokens, total = ctx.saved_tensors
+        found = torch.sub(logits, total[:, None]).exp_()
+        found.mul_(torch.zeros_like(total).index_add_(0, row, grad).neg_()[:, None])
+        found.index_put_((row, tokens), grad, accumulate=True)
+        return found, None, None
