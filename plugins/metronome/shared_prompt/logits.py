@@ -68,6 +68,19 @@ def response_log_probs(
     Returns two ``[N]`` tensors, the second None without ``entropy``.
     """
     rows_Ud = hidden[plan.unique_label_rows]
+    return row_log_probs(rows_Ud, head, tokens, plan, vocabulary, temperature, entropy)
+
+
+def row_log_probs(
+    rows_Ud: Tensor,
+    head: Callable[[Tensor], Tensor],
+    tokens: Tensor,
+    plan: SharedPromptPlan,
+    vocabulary: int,
+    temperature: float = 1.0,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """``response_log_probs`` from rows that are picked already: ``[U,d]``, in the order of ``unique_label_rows``."""
     if plan.response_tokens == 0:
         empty = rows_Ud.to(torch.promote_types(rows_Ud.dtype, torch.float32)).sum(
             -1
@@ -76,7 +89,7 @@ def response_log_probs(
     tokens_sorted = tokens[plan.label_order]
     row_sorted = plan.label_inverse[plan.label_order]
     bounds, unique = plan.label_bounds, len(plan.label_bounds) - 1
-    block = max(1, _BLOCK_BYTES // (vocabulary * (8 if hidden.dtype == torch.float64 else 4)))
+    block = max(1, _BLOCK_BYTES // (vocabulary * (8 if rows_Ud.dtype == torch.float64 else 4)))
     keep = unique <= block or not torch.is_grad_enabled()
     parts: list[tuple[Tensor, Tensor | None]] = []
     for start in range(0, unique, block):
