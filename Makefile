@@ -8,6 +8,7 @@ CORE_PYTHONS := 3.10 3.11 3.12 3.13
 LOCAL_PYTHON := 3.11
 LOCAL := .venv-local
 MEGATRON := .venv-megatron
+VERL := .venv-verl
 MEGATRON_NEXT := .venv-megatron-next
 ENVIRONMENT := requirements/environment.sh
 LOCAL_PARTS := requirements/local.txt requirements/local-nodeps.txt .
@@ -26,12 +27,13 @@ export BENCHMARKS
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test check bench bench-attention core megatron megatron-next npu-contract local-environment test-environment \
-	megatron-environment
+.PHONY: help demo test test-verl check bench bench-attention core megatron megatron-next npu-contract local-environment test-environment \
+	megatron-environment verl-environment
 
 help:
 	@echo "make demo    train a small model with all four techniques on (Python $(LOCAL_PYTHON), pip)"
 	@echo "make test    core tests on every installed Python, Megatron-core 0.16.1, then all tests"
+	@echo "make test-verl   tests/verl: verl's real workers, then its main_ppo on a CPU (part of make test)"
 	@echo "make check   lint, types, import rules, unit and contract tests"
 	@echo "make core    core unit tests on every installed Python ($(CORE_PYTHONS))"
 	@echo "make bench   the benchmarks with a committed JSON"
@@ -49,6 +51,9 @@ test-environment:
 megatron-environment:
 	@$(ENVIRONMENT) make $(MEGATRON) $(LOCAL_PYTHON) requirements/megatron.txt .
 
+verl-environment:
+	@$(ENVIRONMENT) make $(VERL) $(LOCAL_PYTHON) requirements/verl.txt .
+
 demo: local-environment
 	$(DEMO)
 
@@ -59,7 +64,7 @@ check: test-environment
 	$(LOCAL)/bin/lint-imports
 	OMP_NUM_THREADS=1 $(LOCAL)/bin/pytest tests/unit tests/contract --cov=metronome --cov-report=term:skip-covered
 
-test: core megatron test-environment
+test: core megatron test-verl test-environment
 	OMP_NUM_THREADS=1 $(LOCAL)/bin/pytest tests --timeout=900 --cov=metronome --cov=metronome_local --cov-report=term:skip-covered
 
 core:
@@ -75,6 +80,10 @@ core:
 	done; \
 	if [ $$tested = 0 ]; then echo "none of Python $(CORE_PYTHONS) is installed" >&2; exit 1; fi; \
 	if [ -n "$$failed" ]; then echo "core unit tests failed on Python$$failed" >&2; exit 1; fi
+
+# verl's and Ray's own warnings are hidden; warnings in our packages stay errors.
+test-verl: verl-environment
+	OMP_NUM_THREADS=1 $(VERL)/bin/pytest tests/verl --timeout=900 --disable-warnings
 
 # Megatron's own deprecations are hidden; warnings in our packages stay errors.
 megatron: megatron-environment

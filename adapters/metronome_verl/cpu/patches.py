@@ -1,0 +1,71 @@
+"""What the CPU room changes in verl, beside its registries."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from metronome_verl.patches import HOST_VERSIONS, Patch
+
+from . import ROLLOUT
+
+
+def one_gloo(init_process_group: Callable[..., Any]) -> Callable[..., Any]:
+    """``init_process_group`` that takes ``cpu:gloo,cpu:gloo`` for ``cpu:gloo``."""
+
+    @functools.wraps(init_process_group)
+    def wrapped(backend: str | None = None, *args: Any, **named: Any) -> Any:
+        return init_process_group("cpu:gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **named)
+
+    return wrapped
+
+
+class _Quiet(logging.LoggerAdapter):  # type: ignore[type-arg]  # LoggerAdapter[...] fails at run time on Python 3.10
+    """A logger that ignores ``flush=``, an argument of print."""
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        return msg, {name: value for name, value in kwargs.items() if name != "flush"}
+
+
+def without_flush(logger: logging.Logger) -> logging.LoggerAdapter[logging.Logger]:
+    """``logger`` that ignores ``flush=``."""
+    return _Quiet(logger, {})
+
+
+def with_our_rollout(registry: dict[tuple[str, str], str]) -> dict[tuple[str, str], str]:
+    """The same dictionary, with the weight receiver of our rollout."""
+    registry[(ROLLOUT, "async")] = "metronome_verl.cpu.replica.ServerAdapter"
+    return registry
+
+
+PATCHES = (
+    Patch(
+        target="torch.distributed:init_process_group",
+        host_versions=HOST_VERSIONS,
+        expects=("backend", "init_method", "timeout"),
+        why="verl composes the backend cpu:gloo,<device>:<backend>, on a CPU cpu:gloo,cpu:gloo, which torch refuses",
+        upstream="verl/utils/distributed.py, initialize_global_process_group and initialize_global_process_group_ray",
+        remove_when="verl names a device once in the backend string",
+        replace=one_gloo,
+    ),
+    Patch(
+        target="verl.workers.rollout.base:_ROLLOUT_REGISTRY",
+        host_versions=HOST_VERSIONS,
+        expects=dict,
+        why="the class that receives weights for a rollout name is looked up in a dictionary without a function to add",
+        upstream="verl/workers/rollout/base.py, get_rollout_class",
+        remove_when="verl offers a function that registers it, as it does for replicas",
+        replace=with_our_rollout,
+    ),
+    Patch(
+        target="verl.trainer.ppo.v1.trainer_separate_async:logger",
+        host_versions=HOST_VERSIONS,
+        expects=logging.Logger,
+        why="separate_async with hybrid_engine=False logs with flush=True, a TypeError at the default log level",
+        upstream="verl/trainer/ppo/v1/trainer_separate_async.py of 0.9.1, line 184",
+        remove_when="a verl release logs there without flush",
+        replace=without_flush,
+    ),
+)

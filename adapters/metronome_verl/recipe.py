@@ -1,0 +1,161 @@
+"""The schema of a recipe for verl, and how its overlays become one set of keys.
+
+In ``args`` and ``metronome`` a key may be dotted or nested; both name the same setting. Laid over each other come the
+recipe, its overlays in their order, and last what the command line set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from metronome.errors import ConfigurationError, nearest
+from metronome.recipes import parse_yaml
+from metronome.settings import Options, parse_options
+from metronome_verl.smoke import CPU_ROOM
+
+SMOKE = "smoke"
+"""The overlay that runs a recipe on a CPU with a tiny model."""
+
+
+class Overlay(Options):
+    """A variant of a recipe. A null in ``metronome`` takes a key of the recipe's block away."""
+
+    args: dict[str, Any] = Field(default_factory=dict)
+    metronome: dict[str, Any] = Field(default_factory=dict)
+
+
+class Paper(Options):
+    """The row of a paper that a recipe stands for, where it is stated, and what the paper doesn't say (ours)."""
+
+    row: str
+    source: str
+    ours: list[str]
+
+
+class Data(Options):
+    """The training and evaluation sets by name, and the host's own commands that write their files."""
+
+    train: str
+    evaluation: list[str]
+    prepare: list[str]
+
+
+class Recipe(Options):
+    """A recipe for verl.
+
+    Attributes:
+        args: verl's own configuration keys and their values; ``+`` before a key adds it, as on verl's command line.
+        metronome: the block of selectors and options.
+        overlays: variants by name.
+        smoke: what the CPU room needs besides ``CPU_ROOM``.
+        overlay: the overlays to apply, in their order.
+        assets: the folder that ``{assets}`` stands for: ``model``, ``train.parquet``, ``validation.parquet`` and
+            ``reward.py`` with ``compute_score``.
+    """
+
+    host: Literal["verl"]
+    description: str = ""
+    args: dict[str, Any]
+    metronome: dict[str, Any]
+    paper: Paper
+    data: Data
+    overlays: dict[str, Overlay] = Field(default_factory=dict)
+    smoke: Overlay = Overlay()
+    overlay: str | list[str] = Field(default_factory=list)
+    assets: str | None = None
+
+    def chosen(self) -> list[str]:
+        """The names under ``overlay``."""
+        return [self.overlay] if isinstance(self.overlay, str) else list(self.overlay)
+
+
+def parse_recipe(recipe: Mapping[str, Any], where: str) -> Recipe:
+    """The recipe as read; raises ConfigurationError for a wrong key, a wrong type or an unknown overlay."""
+    parsed = parse_options(Recipe, recipe, where)
+    known = {*parsed.overlays, SMOKE}
+    if SMOKE in parsed.overlays:
+        raise ConfigurationError(
+            "this name belongs to the overlay of the CPU room",
+            found=SMOKE,
+            where=f"{where}: overlays",
+            remedy="a key smoke beside overlays",
+        )
+    for name in parsed.chosen():
+        if name not in known:
+            raise ConfigurationError(
+                "no such overlay", found=name, where=f"{where}: overlay", remedy=nearest(name, known)
+            )
+    if SMOKE in parsed.chosen() and parsed.assets is None:
+        raise ConfigurationError(
+            "a smoke run needs a folder with model, train.parquet, validation.parquet and reward.py",
+            where=f"{where}: assets",
+            remedy="assets=FOLDER; the module assets in the repository's tests/verl makes one",
+        )
+    return parsed
+
+
+def settings_of(recipe: Recipe, typed: tuple[Mapping[str, Any], Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """verl's keys and ours, flat: the recipe, its overlays, and ``typed``, what the command line set, over them."""
+    args, block = dict(flat(recipe.args)), dict(flat(recipe.metronome))
+    for name in recipe.chosen():
+        overlay = recipe.smoke if name == SMOKE else recipe.overlays[name]
+        if name == SMOKE:
+            _lay(args, flat(CPU_ROOM))
+        _lay(args, flat(overlay.args))
+        _lay(block, flat(overlay.metronome))
+        for key in [key for key, value in flat(overlay.metronome) if value is None]:
+            block = {other: value for other, value in block.items() if other != key and not other.startswith(f"{key}.")}
+    _lay(args, flat(typed[0]))
+    _lay(block, flat(typed[1]))
+    if recipe.assets is not None:
+        folder = str(Path(recipe.assets).expanduser().absolute())
+        args = {
+            key: value.replace("{assets}", folder) if isinstance(value, str) else value for key, value in args.items()
+        }
+    return args, block
+
+
+def typed_settings(recipe: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What of ``args`` and ``metronome`` doesn't stand so in the file ``where``: the command line set it."""
+    path = Path(where)
+    written = parse_yaml(path.read_text(encoding="utf-8"), where) if path.is_file() else recipe
+    if not isinstance(written, Mapping):
+        written = recipe
+    args, block = (
+        {
+            ".".join(way): value
+            for way, value in _leaves(recipe.get(part))
+            if (way, value) not in _leaves(written.get(part))
+        }
+        for part in ("args", "metronome")
+    )
+    return args, block
+
+
+def flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """``{"a": {"b": 1}, "c.d": 2}`` as ``a.b, 1`` and ``c.d, 2``; an empty mapping is a value."""
+    for way, value in _leaves(values):
+        yield ".".join(way), value
+
+
+def _leaves(values: Any, way: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    if not isinstance(values, Mapping) or (way and not values):
+        return [(way, values)] if way else []
+    return [leaf for key, value in values.items() for leaf in _leaves(value, (*way, str(key)))]
+
+
+def _lay(under: dict[str, Any], over: Any) -> None:
+    """Sets the keys of ``over``; ``+key`` and ``key`` are one key, spelt as in the recipe's first mention of ``+``."""
+    for key, value in over:
+        plain = key.lstrip("+")
+        same = next((other for other in under if other.lstrip("+") == plain), None)
+        if same is None:
+            under[key] = value
+        else:
+            spelt = max(same, key, key=lambda one: one.startswith("+"))
+            under.pop(same)
+            under[spelt] = value

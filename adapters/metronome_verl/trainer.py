@@ -1,0 +1,308 @@
+"""``trainer.v1.trainer_mode=metronome``: verl's V1 trainer with our hooks, one class for each rollout source.
+
+verl looks the name up, constructs the class with its configuration and calls ``fit``. Construction arranges the
+configuration and gives an object of the class that the rollout source needs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from omegaconf import DictConfig
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, PPOTrainer, register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils import tensordict_utils as tu
+
+from metronome.controller_check import checked_metrics, checked_prompts, checked_size, explained
+from metronome.errors import ConfigurationError, MetronomeError, VersionMismatch
+from metronome_verl.config import Arranged, arrange
+from metronome_verl.groups import group_order
+from metronome_verl.host import check_host
+from metronome_verl.statistics import step_stats
+from metronome_verl.worker import MetronomeWorker
+
+NAME = "metronome"
+_STATE = "metronome.json"
+
+
+def register() -> None:
+    """Registers the trainer with verl; harmless when repeated."""
+    if NAME not in TRAINER_REGISTRY:
+        register_trainer(NAME)(MetronomeTrainer)
+
+
+class MetronomeTrainer(PPOTrainer):
+    """What verl constructs; ``__new__`` gives the class of the rollout source that the configuration names."""
+
+    arranged: Arranged
+
+    def __new__(cls, config: DictConfig) -> MetronomeTrainer:
+        """Checks verl, arranges ``config`` and prints what was set.
+
+        Raises ConfigurationError for a verl that we don't know and for settings that can't be true together.
+        """
+        if cls is not MetronomeTrainer:
+            return object.__new__(cls)
+        check_host()
+        arranged = arrange(config)
+        made: MetronomeTrainer = object.__new__(_classes()[arranged.mode])
+        made.arranged = arranged
+        for line in (f"rollout source {arranged.mode}", *arranged.notes):
+            print(f"metronome: {line}", flush=True)
+        return made
+
+    def on_step_end(self) -> None:
+        """verl's classes below have their own; this one is never constructed."""
+        raise NotImplementedError
+
+    def on_sample_end(self) -> None:
+        """As ``on_step_end``."""
+        raise NotImplementedError
+
+
+class Hooks:
+    """What every mode shares: workers, group controller, groups kept together, proof of life, state."""
+
+    arranged: Arranged
+    config: DictConfig
+
+    # --- workers ------------------------------------------------------------------------------------
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()  # type: ignore[misc]
+        mapping = self.role_worker_mapping  # type: ignore[attr-defined]
+        for role in (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef, Role.RefPolicy):
+            if role in mapping:
+                mapping[role] = ray.remote(MetronomeWorker)
+
+    # --- group controller ---------------------------------------------------------------------------
+
+    @property
+    def controller(self) -> Any:
+        """The group controller."""
+        return self.arranged.selection.group_controller
+
+    @property
+    def owns_groups(self) -> bool:
+        """Whether G is ours to choose: ``metronome.group_controller`` was set."""
+        return "group_controller" in self.arranged.block
+
+    def prompts_of_step(self) -> int:
+        """Prompt groups of the next step, by the controller's budget or verl's batch size."""
+        prompts = int(self.config.data.train_batch_size)
+        if not self.owns_groups:
+            return prompts
+        budget = prompts * self.controller.largest()  # data.train_batch_size is the prompts of the largest G
+        return checked_prompts(self.controller, budget, self._prompt_multiple())
+
+    def _prompt_multiple(self) -> int:
+        return 1
+
+    def _next_train_batch(self, num_prompts: int | None = None) -> Any:
+        batch = super()._next_train_batch(num_prompts)  # type: ignore[misc]
+        if self.owns_groups:
+            tu.assign_non_tensor_data(batch, "__rollout_n__", int(self.config.actor_rollout_ref.rollout.n))
+        return batch
+
+    def _begin_step(self) -> int:
+        """Sets G everywhere and returns the step's prompt groups."""
+        if self.owns_groups:
+            size = checked_size(self.controller, f"step {self.global_steps}")  # type: ignore[attr-defined]
+            self.config.actor_rollout_ref.rollout.n = size
+        return self.prompts_of_step()
+
+    def _observe(self, batch: Any, metrics: dict[str, Any], bubble: float | None) -> None:
+        if not self.owns_groups:
+            return
+        stats = step_stats(batch, int(self.global_steps), self.config, bubble)  # type: ignore[attr-defined]
+        found = checked_metrics(self.controller, stats)
+        metrics.update({f"metronome/group_controller/{name}": value for name, value in found.items()})
+        metrics["metronome/group_controller/size"] = int(self.config.actor_rollout_ref.rollout.n)
+        print(f"metronome: {explained(self.controller)}", flush=True)
+
+    # --- batches ------------------------------------------------------------------------------------
+
+    def _balance_batch(self, batch: Any, metrics: Any, logging_prefix: str = "global_seqlen", **options: Any) -> Any:
+        """verl's balancing, then groups put together again where attention shares their prompts."""
+        batch = super()._balance_batch(batch, metrics, logging_prefix, **options)  # type: ignore[misc]
+        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1  # type: ignore[attr-defined]
+        if self.arranged.mode != "periodic":
+            actor, size = self.config.actor_rollout_ref.actor, int(self.config.actor_rollout_ref.rollout.n)
+            check_mini_batch(int(actor.ppo_mini_batch_size), size, ranks)
+        if self.arranged.selection.attention.shares_prompt:
+            uids = [key.split("_")[0] for key in batch.keys]
+            lengths = [(int(tag["prompt_len"]), int(tag["response_len"])) for tag in batch.tags]
+            batch.reorder(group_order(uids, [p for p, _ in lengths], [r for _, r in lengths], ranks))
+        return batch
+
+    def _tell_worker(self, batch: Any) -> None:
+        """What our loss asks the batch: the version in training, whose old log-probs these are, how far a cycle is."""
+        bypassed = self.config.algorithm.rollout_correction.bypass_mode
+        batch.extra_info["metronome_version"] = int(self.global_steps) - 1  # type: ignore[attr-defined]
+        batch.extra_info["metronome_old_log_probs"] = "behavior" if bypassed else "trainer"
+        progress = (self.local_trigger_step, self.parameter_sync_step)  # type: ignore[attr-defined]
+        batch.extra_info["metronome_progress"] = progress if self.arranged.mode == "bounded" else (0, 1)
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        self._tell_worker(batch)
+        found: dict[str, Any] = {}
+        batch = super()._update_actor(batch, found)  # type: ignore[misc]
+        metrics.update(named(found))
+        return batch
+
+    # --- proof of life ------------------------------------------------------------------------------
+
+    def _prove_life(self, metrics: dict[str, Any]) -> None:
+        """Stops the first step in which a hook that is set wasn't called, or the weights to publish haven't changed.
+
+        Raises MetronomeError naming the hook, or the learning rate and the gradient's norm.
+        """
+        if self.config.trainer.critic_warmup > self.global_steps:  # type: ignore[attr-defined]
+            return  # verl trains the critic alone
+        check_change(metrics, f"step {self.global_steps}")  # type: ignore[attr-defined]
+        wanted = []
+        if "loss" in self.arranged.block:
+            wanted.append("loss")
+        if self.arranged.selection.attention.shares_prompt:
+            wanted.append("attention")
+        for hook in wanted:
+            calls = metrics.get(f"metronome/{hook}/calls", 0)
+            if not calls:
+                raise MetronomeError(
+                    f"metronome.{hook} is set and wasn't called in this step",
+                    found=f"metronome/{hook}/calls = {calls}",
+                    where="verl worker",
+                    remedy=f"leave metronome.{hook} out, or report the versions that metronome doctor prints",
+                )
+
+    # --- state --------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self) -> None:
+        # Ours first: verl's ends by naming the checkpoint as the one to resume from.
+        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"  # type: ignore[attr-defined]
+        state = {
+            "block": self.arranged.block,
+            "rollout_source": self.arranged.selection.rollout_source.state_dict(),
+            "group_controller": self.controller.state_dict(),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _STATE).write_text(json.dumps(state, indent=2), encoding="utf-8")
+        super()._save_checkpoint()  # type: ignore[misc]
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()  # type: ignore[misc]
+        step = int(self.global_steps)  # type: ignore[attr-defined]
+        if not step:
+            return
+        root = self.config.trainer.default_local_dir
+        if self.config.trainer.resume_mode == "resume_path":
+            root = str(Path(self.config.trainer.resume_from_path).parent)
+        path = Path(root) / f"global_step_{step}" / _STATE
+        if not path.is_file():
+            if self.owns_groups:
+                raise ConfigurationError(
+                    "the checkpoint has no state of the group controller",
+                    found=str(path),
+                    where="trainer.resume_mode",
+                    remedy="leave metronome.group_controller out, or trainer.resume_mode=disable",
+                )
+            return
+        state = json.loads(path.read_text(encoding="utf-8"))
+        self.arranged.selection.rollout_source.load_state_dict(state["rollout_source"])
+        saved, chosen = (block.get("group_controller", "fixed") for block in (state["block"], self.arranged.block))
+        if saved == chosen:
+            self.controller.load_state_dict(state["group_controller"])
+        else:
+            print(f"metronome: group controller {chosen} starts anew: the checkpoint is of {saved}", flush=True)
+
+
+class SynchronousTrainer(Hooks, PPOTrainerSync, MetronomeTrainer):
+    """verl's colocated trainer: generation and training take turns on the same devices."""
+
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> Any:
+        """One batch, with the controller's G and number of prompts."""
+        prompts = self._begin_step()
+        usual = int(self.config.data.train_batch_size)
+        self.config.data.train_batch_size = prompts
+        try:
+            batch = super().step(metrics, timing_raw)
+        finally:
+            self.config.data.train_batch_size = usual
+        self._prove_life(metrics)
+        self._observe(batch, metrics, None)
+        return batch
+
+
+def check_versions(tags: list[dict[str, Any]], wanted: int, where: str) -> None:
+    """Holds every sample of a period to one version of the weights.
+
+    Raises VersionMismatch naming the first that isn't of version ``wanted``.
+    """
+    for tag in tags:
+        if tag.get("is_padding", False):
+            continue
+        versions = tag.get("min_global_steps"), tag.get("max_global_steps")
+        if versions != (wanted, wanted):
+            raise VersionMismatch(
+                "a sample of another version of the weights came into a periodic batch",
+                found=f"versions {versions[0]} to {versions[1]}, trained is {wanted}",
+                where=where,
+                remedy="metronome.rollout_source=bounded, or report it: periodic mode has no such samples",
+            )
+
+
+def check_mini_batch(prompts: int, size: int, ranks: int) -> None:
+    """Holds a mini-batch of ``prompts`` groups of G = ``size`` to equal shares for the data-parallel ranks.
+
+    Raises ConfigurationError. Periodic mode has no mini-batches: its ranks may get different numbers of rows.
+    """
+    if prompts * size % ranks:
+        raise ConfigurationError(
+            f"a mini-batch with G = {size} doesn't divide into equal shares for the data-parallel ranks",
+            found=f"{prompts} prompts x {size} responses over {ranks} ranks",
+            where="actor_rollout_ref.actor.ppo_mini_batch_size",
+            remedy=f"actor_rollout_ref.actor.ppo_mini_batch_size=<a multiple of {ranks}>, or metronome.sagc.sizes of"
+            f" multiples of {ranks}",
+        )
+
+
+def check_change(metrics: dict[str, Any], where: str) -> None:
+    """Stops a publication that changes nothing: a gradient, a learning rate above 0, and every weight as before.
+
+    Raises MetronomeError. A gradient that isn't finite steps nowhere in verl, and neither does a warm-up from rate 0.
+    """
+    norm, rate = float(metrics.get("actor/grad_norm", 0.0)), float(metrics.get("metronome/weights/lr", 0.0))
+    if math.isfinite(norm) and norm > 0 and rate > 0 and not metrics["metronome/weights/changed"]:
+        raise MetronomeError(
+            "the optimiser step changed no weight, so that its publication would change nothing",
+            found=f"gradient norm {norm:g}, learning rate {rate:g}",
+            where=where,
+            remedy="weights that keep more digits than the step needs"
+            " (actor_rollout_ref.actor.fsdp_config.model_dtype=fp32), or a larger actor_rollout_ref.actor.optim.lr",
+        )
+
+
+def named(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Ours under ``metronome/``: verl puts the worker's name before every metric of a worker."""
+    found = {}
+    for name, value in metrics.items():
+        found[name.removeprefix("actor/") if name.startswith("actor/metronome/") else name] = value
+    return found
+
+
+def seconds() -> float:
+    """A monotonic clock."""
+    return time.perf_counter()
+
+
+def _classes() -> dict[str, type[MetronomeTrainer]]:
+    from metronome_verl.bounded import BoundedTrainer
+    from metronome_verl.periodic import PeriodicTrainer
+
+    return {"synchronous": SynchronousTrainer, "periodic": PeriodicTrainer, "bounded": BoundedTrainer}
