@@ -37,6 +37,13 @@ def attach(
     Raises ConfigurationError, with the reason, for models that shared rows can't serve (``refusals.py``) and
     for a backend that doesn't share prompts.
     """
+    if not isinstance(backend, AttentionBackend):
+        raise ConfigurationError(
+            "an attention backend is an object, not a name",
+            found=backend,
+            where="attach(model, backend)",
+            remedy="SharedPromptAttention(SharedPromptOptions(backend=NAME)) of metronome.shared_prompt.select",
+        )
     if not backend.shares_prompt:
         raise ConfigurationError(
             f"attention backend {backend.name!r} doesn't share prompts",
@@ -90,7 +97,17 @@ class SharedPromptModel:
         return self._forward(input_ids, plan)[0]
 
     def cached_prompt(self, prompt_ids: Tensor) -> CachedPrompt:
-        """One prompt ``[Lp]`` for any number of response micro-batches, as a context (``reuse.py``)."""
+        """One prompt ``[Lp]`` for any number of response micro-batches, as a context (``reuse.py``).
+
+        Raises ConfigurationError for anything but one tensor of at least one token.
+        """
+        if not isinstance(prompt_ids, Tensor) or prompt_ids.dim() != 1 or not len(prompt_ids):
+            raise ConfigurationError(
+                "a cached prompt is one tensor [Lp] of at least one token id",
+                found=tuple(prompt_ids.shape) if isinstance(prompt_ids, Tensor) else type(prompt_ids).__name__,
+                where="cached_prompt(prompt_ids)",
+                remedy="torch.tensor([...]) of one prompt's ids",
+            )
         return CachedPrompt(self, prompt_ids)
 
     def hidden_through(self, input_ids: Tensor, plan: SharedPromptPlan, exchange: Exchange) -> Tensor:
@@ -126,9 +143,9 @@ class SharedPromptModel:
 
     def check_attached(self) -> None:
         """Raises ConfigurationError once the model has its old attention back."""
-        if not self._attached:
+        if not self._attached or self._base.config._attn_implementation != NAME:
             raise ConfigurationError(
-                "the model was detached from shared prompts",
+                "the model was detached from shared prompts, by this handle or another of the same model",
                 where=type(self._base).__name__,
                 remedy="attach it again",
             )
@@ -149,7 +166,7 @@ class SharedPromptModel:
                 "a row must be one tensor [T] as long as its plan",
                 found=tuple(input_ids.shape),
                 where="shared_prompt row",
-                remedy=f"pass {plan.queries} token ids",
+                remedy=f"one row of {plan.queries} token ids, or lengths that add up to the ids that are passed",
             )
         if input_ids.device != plan.device:
             raise ConfigurationError(

@@ -76,7 +76,7 @@ def choose(
             raise ConfigurationError(
                 f"attention backend {wanted!r} can't serve this model: {reason}",
                 where="metronome.shared_prompt.backend",
-                remedy=_remedy(need),
+                remedy=_remedy(need) if need.dropout or need.softcap else "backend: auto",
             )
         return backend, f"{wanted}, as set"
     passed_over: list[str] = []

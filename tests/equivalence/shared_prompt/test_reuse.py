@@ -247,7 +247,7 @@ def test_a_gradient_that_the_prompt_can_t_take_is_refused():
 def test_token_ids_without_lengths_are_refused():
     prompt, responses = group()
     shared = attach(build("llama"), CascadeBackend(), UNCHECKED)
-    with shared.cached_prompt(prompt) as cached, pytest.raises(ConfigurationError, match="pass 0 token ids"):
+    with shared.cached_prompt(prompt) as cached, pytest.raises(ConfigurationError, match="0 token ids, or lengths"):
         cached.log_probs(responses[0], [0, 0])
 
 
