@@ -49,7 +49,7 @@ def verl_config_folder() -> Path | None:
 def validate(overrides: Sequence[str], folder: Path, where: str) -> tuple[str, ...]:
     """What our trainer will set besides, after verl's configuration was composed with ``overrides``.
 
-    Raises ConfigurationError for a key that verl doesn't have, and for what our trainer refuses.
+    Raises ConfigurationError for a key that verl doesn't have, and for what our trainer or verl's refuses.
     """
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
@@ -77,4 +77,17 @@ def validate(overrides: Sequence[str], folder: Path, where: str) -> tuple[str, .
             raise
         notes = (f"this machine has no {config.trainer.device}: validated as on a CPU",)
         config.trainer.device = "cpu"
-    return notes + arrange(config).notes
+    notes += arrange(config).notes
+    if config.trainer.v1.trainer_mode == "separate_async":
+        steps = config.trainer.v1.separate_async.parameter_sync_step
+        batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+        if batch != steps * mini:
+            raise ConfigurationError(
+                "verl's separate trainer wants train_batch_size = parameter_sync_step x ppo_mini_batch_size",
+                found=f"{batch}, {steps} x {mini}",
+                where=f"{where}: args",
+                remedy=f"actor_rollout_ref.actor.ppo_mini_batch_size={batch // steps}"
+                if batch % steps == 0
+                else f"a data.train_batch_size that {steps} divides",
+            )
+    return notes

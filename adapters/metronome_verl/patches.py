@@ -10,7 +10,7 @@ import inspect
 import logging
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -133,3 +133,23 @@ def _unexpected(patch: Patch, found: str) -> PluginError:
         where=f"{patch.target} of verl {host_version()}",
         remedy="pip install 'verl==0.9.1', and report this version",
     )
+
+
+def ledger(patches: Iterable[Patch]) -> str:
+    """PATCHES.md: a section a patch."""
+    parts = [
+        "# What is changed in verl\n\n"
+        "Generated from the records in `adapters/metronome_verl` by `tests/verl/test_patches_page.py`, which keeps it\n"
+        "current. Each is applied only in the verl releases it names and only to an object that is what it expects;\n"
+        "anything else stops with an error. Everything else goes through verl's registries.\n"
+    ]
+    for patch in patches:
+        expects = (
+            patch.expects.__name__ if isinstance(patch.expects, type) else f"arguments {', '.join(patch.expects)} first"
+        )
+        parts.append(
+            f"## `{patch.target}`\n\n"
+            f"- why: {patch.why}\n- verl: {patch.host_versions}\n- expects: {expects}\n"
+            f"- cause: {patch.upstream}\n- can go when: {patch.remove_when}\n"
+        )
+    return "\n".join(parts)

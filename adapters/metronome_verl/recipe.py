@@ -14,8 +14,8 @@ from pydantic import Field
 
 from metronome.errors import ConfigurationError, nearest
 from metronome.recipes import parse_yaml
-from metronome.settings import Options, parse_options
-from metronome_verl.smoke import CPU_ROOM
+from metronome.settings import SELECTORS, Options, parse_options
+from metronome_verl.smoke import COLOCATED, CPU_ROOM, POOL
 
 SMOKE = "smoke"
 """The overlay that runs a recipe on a CPU with a tiny model."""
@@ -69,8 +69,9 @@ class Recipe(Options):
     assets: str | None = None
 
     def chosen(self) -> list[str]:
-        """The names under ``overlay``."""
-        return [self.overlay] if isinstance(self.overlay, str) else list(self.overlay)
+        """The names under ``overlay``, smoke last: the machine that is there has the last word."""
+        names = [self.overlay] if isinstance(self.overlay, str) else self.overlay
+        return sorted(names, key=lambda name: name == SMOKE)
 
 
 def parse_recipe(recipe: Mapping[str, Any], where: str) -> Recipe:
@@ -104,19 +105,21 @@ def settings_of(recipe: Recipe, typed: tuple[Mapping[str, Any], Mapping[str, Any
     for name in recipe.chosen():
         overlay = recipe.smoke if name == SMOKE else recipe.overlays[name]
         if name == SMOKE:
-            _lay(args, flat(CPU_ROOM))
+            synchronous = block.get("rollout_source", "synchronous") == "synchronous"
+            _lay(args, flat(CPU_ROOM | (COLOCATED if synchronous else POOL)))
         _lay(args, flat(overlay.args))
-        _lay(block, flat(overlay.metronome))
+        selected = {block.get(selector) for selector in SELECTORS}
+        _lay(
+            block,
+            # smoke goes with every other overlay: it leaves the options of a plug-in that one of them took away
+            (one for one in flat(overlay.metronome) if name != SMOKE or "." not in one[0] or _head(one[0]) in selected),
+        )
         for key in [key for key, value in flat(overlay.metronome) if value is None]:
             block = {other: value for other, value in block.items() if other != key and not other.startswith(f"{key}.")}
     _lay(args, flat(typed[0]))
     _lay(block, flat(typed[1]))
-    if recipe.assets is not None:
-        folder = str(Path(recipe.assets).expanduser().absolute())
-        args = {
-            key: value.replace("{assets}", folder) if isinstance(value, str) else value for key, value in args.items()
-        }
-    return args, block
+    assets = None if recipe.assets is None else str(Path(recipe.assets).expanduser().absolute())
+    return {key: _path(value, assets) for key, value in args.items()}, block
 
 
 def typed_settings(recipe: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -140,6 +143,21 @@ def flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """``{"a": {"b": 1}, "c.d": 2}`` as ``a.b, 1`` and ``c.d, 2``; an empty mapping is a value."""
     for way, value in _leaves(values):
         yield ".".join(way), value
+
+
+def _path(value: Any, assets: str | None) -> Any:
+    """``{assets}`` and ``~/`` written out, since verl expands neither; other values as they are."""
+    if isinstance(value, list):
+        return [_path(one, assets) for one in value]
+    if not isinstance(value, str):
+        return value
+    if assets is not None:
+        value = value.replace("{assets}", assets)
+    return str(Path(value).expanduser()) if value.startswith("~/") else value
+
+
+def _head(key: str) -> str:
+    return key.partition(".")[0]
 
 
 def _leaves(values: Any, way: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:

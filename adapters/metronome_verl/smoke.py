@@ -25,19 +25,17 @@ CPU_ROOM: dict[str, Any] = {
     f"+{_ACTOR}.fsdp_config.mixed_precision.reduce_dtype": "fp32",
     f"+{_ACTOR}.fsdp_config.mixed_precision.buffer_dtype": "fp32",
     f"{_ACTOR}.use_torch_compile": False,
+    f"{_ACTOR}.optim.lr": 1e-3,
     f"{_ACTOR}.ppo_mini_batch_size": 4,
     f"{_ACTOR}.ppo_micro_batch_size_per_gpu": 4,
     f"{_ACTOR}.ppo_max_token_len_per_gpu": 4096,
     f"{_ROLLOUT}.name": "metronome_hf",
     f"{_ROLLOUT}.n": 4,
-    f"{_ROLLOUT}.nnodes": 1,
-    f"{_ROLLOUT}.n_gpus_per_node": 1,
     f"{_ROLLOUT}.tensor_model_parallel_size": 1,
     f"{_ROLLOUT}.max_model_len": None,
     f"{_ROLLOUT}.max_num_seqs": 16,
     f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": 4,
     f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": 4096,
-    f"{_ROLLOUT}.checkpoint_engine.backend": "metronome_ray",
     f"{_ROLLOUT}.agent.num_workers": 1,
     "reward.num_workers": 1,
     "reward.reward_manager.name": "naive",
@@ -56,3 +54,13 @@ CPU_ROOM: dict[str, Any] = {
     "trainer.total_training_steps": 2,
 }
 """verl's keys; ``{assets}`` stands for the folder under the recipe's key ``assets``."""
+
+POOL: dict[str, Any] = {
+    f"{_ROLLOUT}.nnodes": 1,
+    f"{_ROLLOUT}.n_gpus_per_node": 1,
+    f"{_ROLLOUT}.checkpoint_engine.backend": "metronome_ray",
+}
+"""The rollout pool of periodic and bounded mode."""
+
+COLOCATED: dict[str, Any] = {f"{_ROLLOUT}.nnodes": 0, f"{_ROLLOUT}.checkpoint_engine.backend": "naive"}
+"""Synchronous mode: the trainer's device generates too."""

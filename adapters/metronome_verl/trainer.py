@@ -22,8 +22,10 @@ from verl.utils import tensordict_utils as tu
 from metronome.controller_check import checked_metrics, checked_prompts, checked_size, explained
 from metronome.errors import ConfigurationError, MetronomeError, VersionMismatch
 from metronome_verl.config import Arranged, arrange
+from metronome_verl.flush import FLUSH
 from metronome_verl.groups import group_order
 from metronome_verl.host import check_host
+from metronome_verl.patches import apply
 from metronome_verl.statistics import step_stats
 from metronome_verl.worker import MetronomeWorker
 
@@ -51,6 +53,8 @@ class MetronomeTrainer(PPOTrainer):
             return object.__new__(cls)
         check_host()
         arranged = arrange(config)
+        if arranged.mode != "synchronous":
+            apply(FLUSH)
         made: MetronomeTrainer = object.__new__(_classes()[arranged.mode])
         made.arranged = arranged
         for line in (f"rollout source {arranged.mode}", *arranged.notes):

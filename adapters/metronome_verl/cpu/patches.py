@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
+from metronome_verl.flush import FLUSH
 from metronome_verl.patches import HOST_VERSIONS, Patch
 
 from . import ROLLOUT
@@ -20,18 +20,6 @@ def one_gloo(init_process_group: Callable[..., Any]) -> Callable[..., Any]:
         return init_process_group("cpu:gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **named)
 
     return wrapped
-
-
-class _Quiet(logging.LoggerAdapter):  # type: ignore[type-arg]  # LoggerAdapter[...] fails at run time on Python 3.10
-    """A logger that ignores ``flush=``, an argument of print."""
-
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        return msg, {name: value for name, value in kwargs.items() if name != "flush"}
-
-
-def without_flush(logger: logging.Logger) -> logging.LoggerAdapter[logging.Logger]:
-    """``logger`` that ignores ``flush=``."""
-    return _Quiet(logger, {})
 
 
 def with_our_rollout(registry: dict[tuple[str, str], str]) -> dict[tuple[str, str], str]:
@@ -59,13 +47,5 @@ PATCHES = (
         remove_when="verl offers a function that registers it, as it does for replicas",
         replace=with_our_rollout,
     ),
-    Patch(
-        target="verl.trainer.ppo.v1.trainer_separate_async:logger",
-        host_versions=HOST_VERSIONS,
-        expects=logging.Logger,
-        why="separate_async with hybrid_engine=False logs with flush=True, a TypeError at the default log level",
-        upstream="verl/trainer/ppo/v1/trainer_separate_async.py of 0.9.1, line 184",
-        remove_when="a verl release logs there without flush",
-        replace=without_flush,
-    ),
+    FLUSH,
 )
