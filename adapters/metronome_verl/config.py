@@ -185,6 +185,13 @@ def _one_step(config: DictConfig, notes: list[str]) -> None:
             where="actor_rollout_ref.actor.ppo_epochs",
             remedy="actor_rollout_ref.actor.ppo_epochs=1",
         )
+    if int(config.trainer.critic_warmup):
+        raise ConfigurationError(
+            "a period whose actor isn't updated has no gradient to step with",
+            found=int(config.trainer.critic_warmup),
+            where="trainer.critic_warmup",
+            remedy="trainer.critic_warmup=0",
+        )
     if config.algorithm.adv_estimator in ("gae", "remax"):
         raise ConfigurationError(
             "a critic or a baseline rollout isn't part of the stream yet",

@@ -69,6 +69,7 @@ def test_periodic_sets_what_it_needs_and_says_so():
         (POOL[:2], "checkpoint_engine.backend=nccl"),
         ([*POOL, "actor_rollout_ref.actor.ppo_epochs=2"], "ppo_epochs=1"),
         ([*POOL, "algorithm.adv_estimator=gae"], "adv_estimator=grpo"),
+        ([*POOL, "trainer.critic_warmup=2"], "critic_warmup=0"),
     ],
 )
 def test_what_breaks_a_period_is_refused_with_the_line_to_add(overrides, words):
