@@ -33,7 +33,7 @@ export TOKENIZERS_PARALLELISM := false
 help:
 	@echo "make demo    train a small model with all four techniques on (Python $(LOCAL_PYTHON), pip)"
 	@echo "make test    core tests on every installed Python, Megatron-core 0.16.1, then all tests"
-	@echo "make test-verl   tests/verl: verl's real workers, then its main_ppo on a CPU (part of make test)"
+	@echo "make test-verl   tests/verl_host: verl's real workers, then its main_ppo on a CPU (part of make test)"
 	@echo "make check   lint, types, import rules, unit and contract tests"
 	@echo "make core    core unit tests on every installed Python ($(CORE_PYTHONS))"
 	@echo "make bench   the benchmarks with a committed JSON"
@@ -83,7 +83,7 @@ core:
 
 # verl's and Ray's own warnings are hidden; warnings in our packages stay errors.
 test-verl: verl-environment
-	OMP_NUM_THREADS=1 $(VERL)/bin/pytest tests/verl --timeout=900 --disable-warnings
+	OMP_NUM_THREADS=1 $(VERL)/bin/pytest tests/verl_host --timeout=900 --disable-warnings
 
 # Megatron's own deprecations are hidden; warnings in our packages stay errors.
 megatron: megatron-environment

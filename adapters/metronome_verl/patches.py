@@ -139,9 +139,9 @@ def ledger(patches: Iterable[Patch]) -> str:
     """PATCHES.md: a section a patch."""
     parts = [
         "# What is changed in verl\n\n"
-        "Generated from the records in `adapters/metronome_verl` by `tests/verl/test_patches_page.py`, which keeps it\n"
-        "current. Each is applied only in the verl releases it names and only to an object that is what it expects;\n"
-        "anything else stops with an error. Everything else goes through verl's registries.\n"
+        "Generated from the records in `adapters/metronome_verl` by `tests/verl_host/test_patches_page.py`, which\n"
+        "keeps it current. Each is applied only in the verl releases it names and only to an object that is what it\n"
+        "expects; anything else stops with an error. Everything else goes through verl's registries.\n"
     ]
     for patch in patches:
         expects = (

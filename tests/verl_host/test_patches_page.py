@@ -1,4 +1,4 @@
-"""docs/PATCHES.md is what the records say; ``python tests/verl/test_patches_page.py`` writes it."""
+"""docs/PATCHES.md is what the records say; ``python tests/verl_host/test_patches_page.py`` writes it."""
 
 from pathlib import Path
 
