@@ -8,7 +8,8 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
 from metronome.contracts import RolloutSource, Verdict
-from metronome_verl.trainer import Hooks, MetronomeTrainer
+from metronome_verl.config import fixed_prompts_only
+from metronome_verl.trainer import MetronomeTrainer
 from metronome_verl.versions import SpanRecordingClient
 
 
@@ -31,7 +32,7 @@ class VerdictBuffer(ReplayBufferAsync):
         }
 
 
-class BoundedTrainer(Hooks, PPOTrainerSeparateAsync, MetronomeTrainer):
+class BoundedTrainer(MetronomeTrainer, PPOTrainerSeparateAsync):
     """Groups are trained as they arrive, over publications; versions are recorded token by token."""
 
     def _build_replay_buffer(self) -> Any:
@@ -47,8 +48,14 @@ class BoundedTrainer(Hooks, PPOTrainerSeparateAsync, MetronomeTrainer):
         return self.standalone_server_manager.get_client(client_cls=SpanRecordingClient)
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> Any:
-        """verl's step, with G and proof of life."""
-        self._begin_step()
+        """verl's step, with G and proof of life.
+
+        Raises ConfigurationError for a controller that changes the number of prompts: verl's separate trainer has
+        batches in flight, all of one size.
+        """
+        prompts, usual = self._begin_step(), int(self.config.data.train_batch_size)
+        if prompts != usual:
+            raise fixed_prompts_only(f"{prompts} prompts instead of {usual}")
         batch = super().step(metrics, timing_raw)
         self._prove_life(metrics)
         self._observe(batch, metrics, None)

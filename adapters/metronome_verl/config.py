@@ -18,12 +18,16 @@ from metronome.contracts import AttentionBackend, PolicyLoss, RunFacts
 from metronome.device import Device, resolve_device
 from metronome.errors import ConfigurationError
 from metronome.plugins import Selection, offered_names, plugin_manager, resolve
+from metronome.sagc.options import SagcOptions
 from metronome.settings import Settings, parse_settings
+from metronome_verl.cpu import ROLLOUT as CPU_ROLLOUT
 
 MODES = {"synchronous": "sync", "periodic": "separate_async", "bounded": "separate_async"}
 """Our rollout sources, and the trainer of verl that each extends."""
 
 _WHERE = "metronome"
+_GROUP_ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo")
+"""verl's advantage estimators that look at one group at a time (trainer/ppo/core_algos.py of 0.9.1)."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +95,19 @@ def arrange(config: DictConfig) -> Arranged:
         if mode == "periodic":
             _one_step(config, notes)
             selection.rollout_source.check(facts_of(config))
+            engine = OmegaConf.select(config, "actor_rollout_ref.rollout.name")
+            if engine not in (None, CPU_ROLLOUT):
+                notes.append(
+                    f"rollouts of {engine} don't follow seeds by prompt: the gradient is that of one batch of these"
+                    " rollouts, another run samples others"
+                )
         if "loss" in block:
             _loss(config, settings, selection, notes)
         if settings.group_controller != "fixed" or "group_controller" in block:
+            if mode == "bounded" and settings.group_controller == "sagc":
+                budget = settings.options_of("sagc").get("budget", SagcOptions().budget)
+                if budget != "fixed_prompts":
+                    raise fixed_prompts_only(f"metronome.sagc.budget={budget}")
             _dynamic_batches(config, notes, "G may change")
             _group_size(config, selection, notes)
         part = {"mode": mode, "block": block, "device": device.kind}
@@ -131,7 +145,11 @@ def device_of(config: DictConfig) -> Device:
 
 
 def facts_of(config: DictConfig) -> RunFacts:
-    """What the run does, as far as periodic asynchrony's promise depends on it."""
+    """What the run does, as far as periodic asynchrony's promise depends on it.
+
+    The promise here is the gradient of the rollouts that were sampled. Whether another run would sample the same is
+    the rollout engine's matter: ``arrange`` tells where it doesn't, and ``seeds_per_prompt`` isn't held against it.
+    """
     actor = config.actor_rollout_ref.actor
     override = config.actor_rollout_ref.model.get("override_config") or {}
     rates = [
@@ -192,13 +210,7 @@ def _one_step(config: DictConfig, notes: list[str]) -> None:
             where="trainer.critic_warmup",
             remedy="trainer.critic_warmup=0",
         )
-    if config.algorithm.adv_estimator in ("gae", "remax"):
-        raise ConfigurationError(
-            "a critic or a baseline rollout isn't part of the stream yet",
-            found=str(config.algorithm.adv_estimator),
-            where="algorithm.adv_estimator",
-            remedy="algorithm.adv_estimator=grpo",
-        )
+    _within_groups(config)
     if actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None:
         longest = int(config.data.max_response_length)
         _set(config, "actor_rollout_ref.actor.loss_scale_factor", longest, notes, "a constant, whatever the split")
@@ -206,6 +218,44 @@ def _one_step(config: DictConfig, notes: list[str]) -> None:
     _set(config, "trainer.v1.separate_async.parameter_sync_step", batch, notes, "groups are consumed one by one")
     _set(config, "actor_rollout_ref.actor.ppo_mini_batch_size", 1, notes, "one chunk a group, one step a period")
     _dynamic_batches(config, notes, "chunks are as large as the groups that have arrived")
+
+
+def _within_groups(config: DictConfig) -> None:
+    """Everything before the loss looks at one group at a time, since groups of a batch come one after another."""
+    algorithm = config.algorithm
+    if str(algorithm.adv_estimator) not in _GROUP_ESTIMATORS:
+        raise ConfigurationError(
+            "this advantage estimator looks at the whole batch (whitening, counts, a critic, a baseline rollout), or"
+            " isn't known to look at one group only; a period trains groups as they finish",
+            found=str(algorithm.adv_estimator),
+            where="algorithm.adv_estimator",
+            remedy=f"algorithm.adv_estimator={' | '.join(_GROUP_ESTIMATORS)}, or metronome.rollout_source=synchronous",
+        )
+    if algorithm.use_kl_in_reward and str(algorithm.kl_ctrl.type) != "fixed":
+        raise ConfigurationError(
+            "an adaptive KL coefficient would move from part to part of a batch",
+            found=str(algorithm.kl_ctrl.type),
+            where="algorithm.kl_ctrl.type",
+            remedy="algorithm.kl_ctrl.type=fixed",
+        )
+    correction = algorithm.get("rollout_correction") or {}
+    if correction.get("rollout_is_batch_normalize"):
+        raise ConfigurationError(
+            "importance weights normalised over a part aren't those of the batch",
+            found=True,
+            where="algorithm.rollout_correction.rollout_is_batch_normalize",
+            remedy="algorithm.rollout_correction.rollout_is_batch_normalize=False",
+        )
+
+
+def fixed_prompts_only(found: str) -> ConfigurationError:
+    """The error of bounded mode for a controller whose number of prompts follows G."""
+    return ConfigurationError(
+        "in bounded mode batches are in flight, all with data.train_batch_size prompts: their number can't follow G",
+        found=found,
+        where=f"{_WHERE}.group_controller",
+        remedy="metronome.sagc.budget=fixed_prompts, or metronome.rollout_source=periodic",
+    )
 
 
 def _dynamic_batches(config: DictConfig, notes: list[str], why: str) -> None:

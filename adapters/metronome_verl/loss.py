@@ -140,15 +140,7 @@ def policy_loss(
     entropy = model_output.get("entropy", None)
     if entropy is not None:
         entropy = no_padding_2_padding(entropy, data)
-    optional = ("old_log_probs", "ref_log_prob", "rollout_is_weights")
-    fields = [
-        "response_mask",
-        "loss_mask",
-        "advantages",
-        "rollout_log_probs",
-        *(key for key in optional if key in data),
-    ]
-    padded = data.select(*fields).to_padded_tensor()
+    padded = data.select(*_NEEDED, *(key for key in _OPTIONAL if key in data)).to_padded_tensor()
     lengths = data["responses"].offsets().diff()
     real = torch.arange(log_probs.shape[1], device=lengths.device) < lengths[:, None]
     mask = padded["response_mask"].bool()

@@ -7,6 +7,7 @@ step, and the sum is rescaled once to that of one batch (arXiv 2511.18871).
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from omegaconf import open_dict
@@ -19,11 +20,12 @@ from verl.utils.debug import marked_timer
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
 
+from metronome_verl.checks import check_versions, named
 from metronome_verl.samples import wait_for_groups
-from metronome_verl.trainer import Hooks, MetronomeTrainer, check_versions, named, seconds
+from metronome_verl.trainer import MetronomeTrainer
 
 
-class PeriodicTrainer(Hooks, PPOTrainerSeparateAsync, MetronomeTrainer):
+class PeriodicTrainer(MetronomeTrainer, PPOTrainerSeparateAsync):
     """One policy and one optimiser step a period, so that the gradient is the synchronous one."""
 
     def _init_dataloader(self) -> None:
@@ -43,16 +45,16 @@ class PeriodicTrainer(Hooks, PPOTrainerSeparateAsync, MetronomeTrainer):
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> Any:
         """Submits the batch, trains groups as they finish, steps once."""
         prompts = self._begin_step()
-        started = seconds()
+        started = time.perf_counter()
         self._submit_batch_to_rollout(self._next_train_batch(prompts))
         self.local_trigger_step = 0
         aggregator, keys, tags = MetricsAggregator(), [], []
         remaining, waited = prompts, 0.0
         self._passes = 0
         while remaining:
-            before = seconds()
+            before = time.perf_counter()
             ready, evicted = wait_for_groups(self.replay_buffer, int(self.global_steps), remaining)
-            waited += seconds() - before
+            waited += time.perf_counter() - before
             part: dict[str, Any] = dict(evicted)
             batch = self._step_once(part, timing_raw, ready)
             check_versions(batch.tags, int(self.global_steps) - 1, "trainer.v1, periodic")
@@ -66,7 +68,7 @@ class PeriodicTrainer(Hooks, PPOTrainerSeparateAsync, MetronomeTrainer):
             stepped = self.actor_rollout_wg.metronome_step(rows=rows)[0]
             metrics.update(named({f"actor/{name}": value for name, value in stepped.items()}))
         whole = KVBatchMeta(partition_id="train", keys=keys, tags=tags)
-        elapsed = seconds() - started
+        elapsed = time.perf_counter() - started
         metrics["metronome/periodic/parts"] = self._passes
         metrics["metronome/periodic/seconds_waiting"] = waited
         metrics["metronome/periodic/idle"] = waited / elapsed

@@ -7,8 +7,6 @@ configuration and gives an object of the class that the rollout source needs.
 from __future__ import annotations
 
 import json
-import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,8 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 
 from metronome.controller_check import checked_metrics, checked_prompts, checked_size, explained
-from metronome.errors import ConfigurationError, MetronomeError, VersionMismatch
+from metronome.errors import ConfigurationError, MetronomeError
+from metronome_verl.checks import check_change, check_mini_batch, named
 from metronome_verl.config import Arranged, arrange
 from metronome_verl.flush import FLUSH
 from metronome_verl.groups import group_order
@@ -40,7 +39,10 @@ def register() -> None:
 
 
 class MetronomeTrainer(PPOTrainer):
-    """What verl constructs; ``__new__`` gives the class of the rollout source that the configuration names."""
+    """What every mode shares: workers, group controller, groups kept together, proof of life, state.
+
+    verl constructs this class; ``__new__`` gives that of the rollout source which the configuration names.
+    """
 
     arranged: Arranged
 
@@ -61,26 +63,11 @@ class MetronomeTrainer(PPOTrainer):
             print(f"metronome: {line}", flush=True)
         return made
 
-    def on_step_end(self) -> None:
-        """verl's classes below have their own; this one is never constructed."""
-        raise NotImplementedError
-
-    def on_sample_end(self) -> None:
-        """As ``on_step_end``."""
-        raise NotImplementedError
-
-
-class Hooks:
-    """What every mode shares: workers, group controller, groups kept together, proof of life, state."""
-
-    arranged: Arranged
-    config: DictConfig
-
     # --- workers ------------------------------------------------------------------------------------
 
     def _init_resource_pool_mgr(self) -> None:
-        super()._init_resource_pool_mgr()  # type: ignore[misc]
-        mapping = self.role_worker_mapping  # type: ignore[attr-defined]
+        super()._init_resource_pool_mgr()
+        mapping = self.role_worker_mapping
         for role in (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef, Role.RefPolicy):
             if role in mapping:
                 mapping[role] = ray.remote(MetronomeWorker)
@@ -97,34 +84,25 @@ class Hooks:
         """Whether G is ours to choose: ``metronome.group_controller`` was set."""
         return "group_controller" in self.arranged.block
 
-    def prompts_of_step(self) -> int:
-        """Prompt groups of the next step, by the controller's budget or verl's batch size."""
-        prompts = int(self.config.data.train_batch_size)
-        if not self.owns_groups:
-            return prompts
-        budget = prompts * self.controller.largest()  # data.train_batch_size is the prompts of the largest G
-        return checked_prompts(self.controller, budget, self._prompt_multiple())
-
-    def _prompt_multiple(self) -> int:
-        return 1
-
     def _next_train_batch(self, num_prompts: int | None = None) -> Any:
-        batch = super()._next_train_batch(num_prompts)  # type: ignore[misc]
+        batch = super()._next_train_batch(num_prompts)
         if self.owns_groups:
             tu.assign_non_tensor_data(batch, "__rollout_n__", int(self.config.actor_rollout_ref.rollout.n))
         return batch
 
     def _begin_step(self) -> int:
-        """Sets G everywhere and returns the step's prompt groups."""
-        if self.owns_groups:
-            size = checked_size(self.controller, f"step {self.global_steps}")  # type: ignore[attr-defined]
-            self.config.actor_rollout_ref.rollout.n = size
-        return self.prompts_of_step()
+        """Sets G everywhere and returns the step's prompt groups, by the controller's budget or verl's batch size."""
+        prompts = int(self.config.data.train_batch_size)
+        if not self.owns_groups:
+            return prompts
+        self.config.actor_rollout_ref.rollout.n = checked_size(self.controller, f"step {self.global_steps}")
+        budget = prompts * self.controller.largest()  # data.train_batch_size is the prompts of the largest G
+        return checked_prompts(self.controller, budget, 1)
 
     def _observe(self, batch: Any, metrics: dict[str, Any], bubble: float | None) -> None:
         if not self.owns_groups:
             return
-        stats = step_stats(batch, int(self.global_steps), self.config, bubble)  # type: ignore[attr-defined]
+        stats = step_stats(batch, int(self.global_steps), self.config, bubble)
         found = checked_metrics(self.controller, stats)
         metrics.update({f"metronome/group_controller/{name}": value for name, value in found.items()})
         metrics["metronome/group_controller/size"] = int(self.config.actor_rollout_ref.rollout.n)
@@ -134,8 +112,8 @@ class Hooks:
 
     def _balance_batch(self, batch: Any, metrics: Any, logging_prefix: str = "global_seqlen", **options: Any) -> Any:
         """verl's balancing, then groups put together again where attention shares their prompts."""
-        batch = super()._balance_batch(batch, metrics, logging_prefix, **options)  # type: ignore[misc]
-        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1  # type: ignore[attr-defined]
+        batch = super()._balance_batch(batch, metrics, logging_prefix, **options)
+        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
         if self.arranged.mode != "periodic":
             actor, size = self.config.actor_rollout_ref.actor, int(self.config.actor_rollout_ref.rollout.n)
             check_mini_batch(int(actor.ppo_mini_batch_size), size, ranks)
@@ -148,15 +126,15 @@ class Hooks:
     def _tell_worker(self, batch: Any) -> None:
         """What our loss asks the batch: the version in training, whose old log-probs these are, how far a cycle is."""
         bypassed = self.config.algorithm.rollout_correction.bypass_mode
-        batch.extra_info["metronome_version"] = int(self.global_steps) - 1  # type: ignore[attr-defined]
+        batch.extra_info["metronome_version"] = int(self.global_steps) - 1
         batch.extra_info["metronome_old_log_probs"] = "behavior" if bypassed else "trainer"
-        progress = (self.local_trigger_step, self.parameter_sync_step)  # type: ignore[attr-defined]
+        progress = (self.local_trigger_step, self.parameter_sync_step)
         batch.extra_info["metronome_progress"] = progress if self.arranged.mode == "bounded" else (0, 1)
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         self._tell_worker(batch)
         found: dict[str, Any] = {}
-        batch = super()._update_actor(batch, found)  # type: ignore[misc]
+        batch = super()._update_actor(batch, found)
         metrics.update(named(found))
         return batch
 
@@ -167,9 +145,9 @@ class Hooks:
 
         Raises MetronomeError naming the hook, or the learning rate and the gradient's norm.
         """
-        if self.config.trainer.critic_warmup > self.global_steps:  # type: ignore[attr-defined]
+        if self.config.trainer.critic_warmup > self.global_steps:
             return  # verl trains the critic alone
-        check_change(metrics, f"step {self.global_steps}")  # type: ignore[attr-defined]
+        check_change(metrics, f"step {self.global_steps}")
         wanted = []
         if "loss" in self.arranged.block:
             wanted.append("loss")
@@ -189,7 +167,7 @@ class Hooks:
 
     def _save_checkpoint(self) -> None:
         # Ours first: verl's ends by naming the checkpoint as the one to resume from.
-        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"  # type: ignore[attr-defined]
+        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
         state = {
             "block": self.arranged.block,
             "rollout_source": self.arranged.selection.rollout_source.state_dict(),
@@ -197,11 +175,11 @@ class Hooks:
         }
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _STATE).write_text(json.dumps(state, indent=2), encoding="utf-8")
-        super()._save_checkpoint()  # type: ignore[misc]
+        super()._save_checkpoint()
 
     def _load_checkpoint(self) -> None:
-        super()._load_checkpoint()  # type: ignore[misc]
-        step = int(self.global_steps)  # type: ignore[attr-defined]
+        super()._load_checkpoint()
+        step = int(self.global_steps)
         if not step:
             return
         root = self.config.trainer.default_local_dir
@@ -226,7 +204,7 @@ class Hooks:
             print(f"metronome: group controller {chosen} starts anew: the checkpoint is of {saved}", flush=True)
 
 
-class SynchronousTrainer(Hooks, PPOTrainerSync, MetronomeTrainer):
+class SynchronousTrainer(MetronomeTrainer, PPOTrainerSync):
     """verl's colocated trainer: generation and training take turns on the same devices."""
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> Any:
@@ -241,68 +219,6 @@ class SynchronousTrainer(Hooks, PPOTrainerSync, MetronomeTrainer):
         self._prove_life(metrics)
         self._observe(batch, metrics, None)
         return batch
-
-
-def check_versions(tags: list[dict[str, Any]], wanted: int, where: str) -> None:
-    """Holds every sample of a period to one version of the weights.
-
-    Raises VersionMismatch naming the first that isn't of version ``wanted``.
-    """
-    for tag in tags:
-        if tag.get("is_padding", False):
-            continue
-        versions = tag.get("min_global_steps"), tag.get("max_global_steps")
-        if versions != (wanted, wanted):
-            raise VersionMismatch(
-                "a sample of another version of the weights came into a periodic batch",
-                found=f"versions {versions[0]} to {versions[1]}, trained is {wanted}",
-                where=where,
-                remedy="metronome.rollout_source=bounded, or report it: periodic mode has no such samples",
-            )
-
-
-def check_mini_batch(prompts: int, size: int, ranks: int) -> None:
-    """Holds a mini-batch of ``prompts`` groups of G = ``size`` to equal shares for the data-parallel ranks.
-
-    Raises ConfigurationError. Periodic mode has no mini-batches: its ranks may get different numbers of rows.
-    """
-    if prompts * size % ranks:
-        raise ConfigurationError(
-            f"a mini-batch with G = {size} doesn't divide into equal shares for the data-parallel ranks",
-            found=f"{prompts} prompts x {size} responses over {ranks} ranks",
-            where="actor_rollout_ref.actor.ppo_mini_batch_size",
-            remedy=f"actor_rollout_ref.actor.ppo_mini_batch_size=<a multiple of {ranks}>, or metronome.sagc.sizes of"
-            f" multiples of {ranks}",
-        )
-
-
-def check_change(metrics: dict[str, Any], where: str) -> None:
-    """Stops a publication that changes nothing: a gradient, a learning rate above 0, and every weight as before.
-
-    Raises MetronomeError. A gradient that isn't finite steps nowhere in verl, and neither does a warm-up from rate 0.
-    """
-    norm, rate = float(metrics.get("actor/grad_norm", 0.0)), float(metrics.get("metronome/weights/lr", 0.0))
-    if math.isfinite(norm) and norm > 0 and rate > 0 and not metrics["metronome/weights/changed"]:
-        raise MetronomeError(
-            "the optimiser step changed no weight, so that its publication would change nothing",
-            found=f"gradient norm {norm:g}, learning rate {rate:g}",
-            where=where,
-            remedy="weights that keep more digits than the step needs"
-            " (actor_rollout_ref.actor.fsdp_config.model_dtype=fp32), or a larger actor_rollout_ref.actor.optim.lr",
-        )
-
-
-def named(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Ours under ``metronome/``: verl puts the worker's name before every metric of a worker."""
-    found = {}
-    for name, value in metrics.items():
-        found[name.removeprefix("actor/") if name.startswith("actor/metronome/") else name] = value
-    return found
-
-
-def seconds() -> float:
-    """A monotonic clock."""
-    return time.perf_counter()
 
 
 def _classes() -> dict[str, type[MetronomeTrainer]]:

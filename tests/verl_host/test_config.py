@@ -2,17 +2,22 @@
 
 import pytest
 
-verl = pytest.importorskip("verl")
+pytest.importorskip("verl", reason="the verl adapter's tests need verl (requirements/verl.txt)")
 
-from pathlib import Path  # noqa: E402
+from pathlib import Path
 
-from hydra import compose, initialize_config_dir  # noqa: E402
-from omegaconf import OmegaConf  # noqa: E402
+import numpy as np
+import torch
+import verl
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from verl.trainer.ppo import core_algos
 
-from metronome.errors import ConfigurationError  # noqa: E402
-from metronome_verl.config import arrange, block_of, worker_part  # noqa: E402
+from metronome.errors import ConfigurationError
+from metronome_verl.config import arrange, block_of, worker_part
 
 CONFIG = str(Path(verl.__file__).parent / "trainer" / "config")
+OF_THE_BATCH = ("gae", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo", "gpg", "a_new_one")
 POOL = [
     "actor_rollout_ref.rollout.nnodes=1",
     "actor_rollout_ref.rollout.n_gpus_per_node=1",
@@ -68,7 +73,20 @@ def test_periodic_sets_what_it_needs_and_says_so():
         (POOL[1:], "rollout.nnodes"),
         (POOL[:2], "checkpoint_engine.backend=nccl"),
         ([*POOL, "actor_rollout_ref.actor.ppo_epochs=2"], "ppo_epochs=1"),
-        ([*POOL, "algorithm.adv_estimator=gae"], "adv_estimator=grpo"),
+        *(
+            ([*POOL, f"algorithm.adv_estimator={name}"], "adv_estimator=grpo")
+            for name in (
+                "gae",
+                "remax",
+                "reinforce_plus_plus",
+                "reinforce_plus_plus_baseline",
+                "gdpo",
+                "gpg",
+                "a_new_one",
+            )
+        ),
+        ([*POOL, "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive"], "kl_ctrl.type=fixed"),
+        ([*POOL, "algorithm.rollout_correction.rollout_is_batch_normalize=True"], "batch_normalize=False"),
         ([*POOL, "trainer.critic_warmup=2"], "critic_warmup=0"),
     ],
 )
@@ -109,3 +127,45 @@ def test_bad_keys_are_named_with_the_nearest():
 def test_a_worker_of_another_trainer_is_refused():
     with pytest.raises(ConfigurationError, match="trainer_mode=metronome"):
         worker_part(OmegaConf.create({"rollout": {"custom": {}}}))
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo"])
+def test_estimators_of_one_group_are_served_and_give_the_same_alone_and_in_a_batch(name):
+    arranged("+metronome.rollout_source=periodic", f"algorithm.adv_estimator={name}", *POOL)
+    estimate = core_algos.get_adv_estimator_fn(name)
+    draw = torch.Generator().manual_seed(0)
+    rewards, mask = torch.randn(8, 5, generator=draw), torch.ones(8, 5)
+    uids = np.array(["a"] * 4 + ["b"] * 4, dtype=object)
+    config = core_algos.AlgoConfig()
+
+    def advantages(rows):
+        return estimate(token_level_rewards=rewards[rows], response_mask=mask[rows], index=uids[rows], config=config)[0]
+
+    whole = advantages(slice(0, 8))
+    assert torch.allclose(torch.cat([advantages(slice(0, 4)), advantages(slice(4, 8))]), whole, atol=1e-6)
+
+
+def test_an_estimator_that_whitens_the_batch_gives_other_advantages_in_parts():
+    estimate = core_algos.get_adv_estimator_fn("reinforce_plus_plus_baseline")
+    rewards, mask = torch.randn(8, 5, generator=torch.Generator().manual_seed(0)), torch.ones(8, 5)
+    uids = np.array(["a"] * 4 + ["b"] * 4, dtype=object)
+    parts = [
+        estimate(token_level_rewards=rewards[r], response_mask=mask[r], index=uids[r])[0]
+        for r in (slice(4), slice(4, 8))
+    ]
+    whole = estimate(token_level_rewards=rewards, response_mask=mask, index=uids)[0]
+    assert (torch.cat(parts) - whole).abs().max() > 1e-2
+
+
+def test_bounded_mode_refuses_a_number_of_prompts_that_follows_g():
+    ours = ["+metronome.rollout_source=bounded", "+metronome.group_controller=sagc", "+metronome.sagc.sizes=[4,8]"]
+    with pytest.raises(ConfigurationError, match="budget=fixed_prompts"):
+        arranged(*ours, *POOL)
+    arranged(*ours, "+metronome.sagc.budget=fixed_prompts", *POOL)
+
+
+def test_a_rollout_engine_that_follows_no_seeds_by_prompt_is_told():
+    _, found = arranged("+metronome.rollout_source=periodic", *POOL, "actor_rollout_ref.rollout.name=vllm")
+    assert any("don't follow seeds" in note for note in found.notes)
+    _, found = arranged("+metronome.rollout_source=periodic", *POOL, "actor_rollout_ref.rollout.name=metronome_hf")
+    assert not any("don't follow seeds" in note for note in found.notes)

@@ -8,7 +8,8 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, PPOTrainer
 
 from metronome.errors import ConfigurationError, VersionMismatch
 from metronome_verl import host
-from metronome_verl.trainer import NAME, MetronomeTrainer, check_versions, register
+from metronome_verl.checks import check_versions
+from metronome_verl.trainer import NAME, MetronomeTrainer, register
 
 
 def test_the_installed_verl_is_the_one_we_know():

@@ -34,9 +34,10 @@ from metronome.plugins import offered_names, plugin_manager, resolve
 from metronome.settings import parse_settings
 from metronome_verl import samples, statistics
 from metronome_verl.bounded import BoundedTrainer
+from metronome_verl.checks import check_mini_batch, check_versions
 from metronome_verl.groups import group_order
 from metronome_verl.periodic import PeriodicTrainer
-from metronome_verl.trainer import SynchronousTrainer, check_mini_batch, check_versions
+from metronome_verl.trainer import SynchronousTrainer
 from metronome_verl.weights import fingerprint
 
 SAGC = {"group_controller": "sagc", "sagc": {"sizes": [2, 4]}}

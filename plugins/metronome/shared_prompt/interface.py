@@ -18,7 +18,6 @@ from metronome.errors import ConfigurationError
 from metronome.shared_prompt.plan import SharedPromptPlan
 from metronome.shared_prompt.reference import masked_attention
 from metronome.shared_prompt.reuse import Exchange
-from metronome.shared_prompt.select import tensor_need
 
 NAME = "metronome_shared_prompt"
 """The attention implementation's name, and the keyword that carries a ``SharedPromptCall``."""
@@ -111,14 +110,11 @@ def attention_forward(
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
     if call.exchange is not None:
         k, v = call.exchange(module, k, v)
-    reason = call.backend.supports(
-        tensor_need(q, k, v, sliding_window is not None, s_aux is not None, bool(call.plan.first_query))
-    )
+    layer = Signature(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, scale, sliding_window, s_aux is not None)
+    reason = call.backend.supports(layer.need(kind, bool(call.plan.first_query)))
     if reason is not None:
         raise _refused(f"attention backend {call.backend.name!r} can't serve this layer: {reason}", module)
-    call.layers.append(
-        Signature(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, scale, sliding_window, s_aux is not None)
-    )
+    call.layers.append(layer)
     with torch.autocast(kind, enabled=False):
         out = call.backend.attend(q, k, v, call.plan, scale, window=sliding_window, sinks=s_aux)
     return out[None].contiguous(), None

@@ -227,6 +227,9 @@ def _print(result: dict[str, Any]) -> None:
             "" if timed is None else f"{timed['ratio']:.2f}x" if timed["ratio"] else "not timed",
         )
     console.print(table)
+    shapes = {tuple(one["shape"]) for one in result["timing"] if one["ratio"]}
+    for prompt, count, length in sorted(shapes):
+        console.print(f"timed at a prompt of {prompt} and {count} responses of {length}, forward and backward")
     for line in _refusals(result["refused"]):
         console.print(line)
     for one in result["cases"]:
