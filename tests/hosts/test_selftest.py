@@ -22,6 +22,9 @@ from metronome.shared_prompt.selftest import selftest  # noqa: E402
 KEPT = ("toy: uneven responses", "toy: a cached prompt, window 4", "toy: several groups and padding, sinks")
 
 
+TIMED = {"shape": [512, 8, 64], "ratio": 2.0, "seconds_rows": 2.0, "seconds_shared": 1.0}
+
+
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
@@ -33,7 +36,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     every = selftest_cases.cases
     monkeypatch.setattr(module, "cases", lambda *given: [one for one in every(*given) if one.name in KEPT])
     monkeypatch.setattr(module, "DTYPES", {"cpu": ("float32",)})
-    monkeypatch.setattr(module, "timing", lambda *given: {"ratio": 2.0, "seconds_rows": 2.0, "seconds_shared": 1.0})
+    monkeypatch.setattr(module, "timing", lambda *given: dict(TIMED))
 
 
 class WindowDropped(CascadeBackend):
@@ -95,6 +98,7 @@ def test_every_backend_of_the_device_is_run(capsys: pytest.CaptureFixture[str]) 
     assert "cascade" in shown
     assert "reference" in shown
     assert "2.00x" in shown
+    assert "timed at a prompt of 512 and 8 responses of 64" in shown
 
 
 @pytest.mark.usefixtures("few")
