@@ -94,7 +94,7 @@ def parse_recipe(recipe: Mapping[str, Any], where: str) -> Recipe:
         raise ConfigurationError(
             "a smoke run needs a folder with model, train.parquet, validation.parquet and reward.py",
             where=f"{where}: assets",
-            remedy="assets=FOLDER; the module assets in the repository's tests/verl_host makes one",
+            remedy="assets=FOLDER; metronome_verl.cpu.assets.make(FOLDER) makes one",
         )
     return parsed
 

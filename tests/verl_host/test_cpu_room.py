@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("verl", reason="the verl adapter's tests need verl (requirements/verl.txt)")
 
-import assets
+from metronome_verl.cpu import assets
 import torch
 from omegaconf import OmegaConf
 

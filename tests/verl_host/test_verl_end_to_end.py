@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("verl", reason="the verl adapter's tests need verl (requirements/verl.txt)")
 pytest.importorskip("transfer_queue", reason="verl's V1 trainer needs TransferQueue (requirements/verl.txt)")
 
-import assets
+from metronome_verl.cpu import assets
 import ray_session
 from ray_session import run_main_ppo
 
