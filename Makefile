@@ -9,6 +9,7 @@ LOCAL_PYTHON := 3.11
 LOCAL := .venv-local
 MEGATRON := .venv-megatron
 VERL := .venv-verl
+VERL_MEGATRON := .venv-verl-megatron
 MEGATRON_NEXT := .venv-megatron-next
 ENVIRONMENT := requirements/environment.sh
 LOCAL_PARTS := requirements/local.txt requirements/local-nodeps.txt .
@@ -27,17 +28,19 @@ export BENCHMARKS
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test test-verl check bench bench-attention core megatron megatron-next npu-contract local-environment test-environment \
-	megatron-environment verl-environment
+.PHONY: help demo test test-verl test-verl-megatron check bench bench-attention bench-verl core megatron megatron-next \
+	npu-contract local-environment test-environment megatron-environment verl-environment
 
 help:
 	@echo "make demo    train a small model with all four techniques on (Python $(LOCAL_PYTHON), pip)"
 	@echo "make test    core tests on every installed Python, Megatron-core 0.16.1, then all tests"
 	@echo "make test-verl   tests/verl_host: verl's real workers, then its main_ppo on a CPU (part of make test)"
+	@echo "make test-verl-megatron  verl's Megatron engine on a CPU (part of make test-verl)"
 	@echo "make check   lint, types, import rules, unit and contract tests"
 	@echo "make core    core unit tests on every installed Python ($(CORE_PYTHONS))"
 	@echo "make bench   the benchmarks with a committed JSON"
 	@echo "make bench-attention  shared-prompt attention against separate rows and a peer, about half an hour"
+	@echo "make bench-verl  periodic mode, shared prompts and A-3PO against verl's own trainers and worker, about 12 minutes"
 	@echo "make megatron        tests/megatron on megatron-core 0.16.1 (part of make test)"
 	@echo "make megatron-next   tests/megatron on megatron-core 0.19.2 (Python 3.12, several GB)"
 	@echo "make npu-contract    our NPU contract against the official torch_npu wheel, without an NPU (gcc, binutils)"
@@ -82,8 +85,12 @@ core:
 	if [ -n "$$failed" ]; then echo "core unit tests failed on Python$$failed" >&2; exit 1; fi
 
 # verl's and Ray's own warnings are hidden; warnings in our packages stay errors.
-test-verl: verl-environment
+test-verl: test-verl-megatron verl-environment
 	OMP_NUM_THREADS=1 $(VERL)/bin/pytest tests/verl_host --timeout=900 --disable-warnings
+
+test-verl-megatron:
+	@$(ENVIRONMENT) make $(VERL_MEGATRON) $(LOCAL_PYTHON) requirements/verl.txt requirements/verl-megatron-nodeps.txt .
+	OMP_NUM_THREADS=1 $(VERL_MEGATRON)/bin/pytest tests/verl_host/test_megatron_engine.py --timeout=600 --disable-warnings
 
 # Megatron's own deprecations are hidden; warnings in our packages stay errors.
 megatron: megatron-environment
@@ -107,3 +114,9 @@ bench-attention:
 	@$(ENVIRONMENT) make $(LOCAL) $(LOCAL_PYTHON) $(LOCAL_PARTS) requirements/bench-nodeps.txt
 	OMP_NUM_THREADS=1 $(LOCAL)/bin/python benchmarks/attention.py --model-repeats 2 --out docs/results/attention.json
 	OMP_NUM_THREADS=1 $(LOCAL)/bin/python benchmarks/reuse.py --out docs/results/reuse.json
+
+# A finished run is kept in runs/verl-periodic-benchmark: remove it to measure again.
+bench-verl: verl-environment
+	OMP_NUM_THREADS=1 $(VERL)/bin/python benchmarks/verl_periodic.py --out docs/results/verl_periodic.json
+	OMP_NUM_THREADS=2 $(VERL)/bin/python benchmarks/verl_update.py --out docs/results/verl_update.json
+	$(VERL)/bin/python benchmarks/verl_table.py

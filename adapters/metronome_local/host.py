@@ -19,8 +19,20 @@ if TYPE_CHECKING:
     from metronome_local.trainer import Trainer
 
 
-def run(recipe: dict[str, Any], *, where: str, output: str | None, resume: str | None, dry_run: bool) -> int:
-    """Trains a recipe; returns 0, or 130 after SIGINT. ``dry_run`` validates, prints and starts nothing."""
+def run(
+    recipe: dict[str, Any], *, where: str, output: str | None, resume: str | None, dry_run: bool, smoke: bool
+) -> int:
+    """Trains a recipe; returns 0, or 130 after SIGINT. ``dry_run`` validates, prints and starts nothing.
+
+    ``smoke`` is refused: these recipes run on a CPU as they are.
+    """
+    if smoke:
+        raise ConfigurationError(
+            "the host 'local' has no smoke runs: its recipes run on a CPU as they are",
+            found="--smoke",
+            where=where,
+            remedy="leave --smoke out, or --dry-run to validate only",
+        )
     from rich.console import Console
 
     parsed, settings, selection, device = validate(recipe, where)

@@ -6,10 +6,11 @@ and keeps the gradient, ``step`` rescales the sum once to the gradient of one ba
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +28,9 @@ from metronome.periodic.normalizer import Counts, StreamingNormalizer
 from metronome_verl.level import everywhere, levelled
 from metronome_verl.loss import PROGRESS, ROW, HostLoss
 from metronome_verl.weights import Movement
+
+if TYPE_CHECKING:
+    from metronome_verl.megatron_accumulate import BufferedGradients
 
 NORMALISERS = {
     "token-mean": "token-mean",
@@ -59,8 +63,7 @@ class AccumulatingWorker(TinkerTrainingWorker):
         seq-mean-...      (1/E) sum_parts sum_i l_i,     times E / rows
 
     for the policy loss, entropy and KL alike. E is ``global_batch_size`` of the batch's extra info, the same in every
-    part; L is ``longest``. FSDP and FSDP2 only: Megatron divides by its number of micro-batches and keeps gradients in
-    a buffer of its own.
+    part; L is ``longest``. FSDP keeps the sum in ``p.grad``, Megatron in buffers of its own (``BufferedGradients``).
     """
 
     longest = 1
@@ -75,6 +78,18 @@ class AccumulatingWorker(TinkerTrainingWorker):
     @cached_property
     def _movement(self) -> Movement:
         return Movement()
+
+    @cached_property
+    def buffered(self) -> BufferedGradients | None:
+        """Megatron's gradient buffers; None where gradients are in ``p.grad``.
+
+        Raises ConfigurationError for a Megatron engine in which parts don't add up.
+        """
+        if self.engine_config.strategy != "megatron":
+            return None
+        from metronome_verl.megatron_accumulate import BufferedGradients
+
+        return BufferedGradients(self.engine)
 
     @property
     def _ours(self) -> HostLoss | None:
@@ -106,13 +121,15 @@ class AccumulatingWorker(TinkerTrainingWorker):
                         zero_grad_on_exit=False,
                     ),
                     Timer(name="metronome_accumulate", logger=None) as timer,
+                    nullcontext() if self.buffered is None else self.buffered.part(),
                 ):
                     output = engine.forward_backward_batch(data, loss_function=self._with_constants(period))
             except BaseException:
                 self._period = None  # verl has cleared the gradients
                 raise
-            append_to_dict(period.metrics, output["metrics"])
-            period.losses += output["loss"]
+            if output:  # a pipeline stage before the last has none
+                append_to_dict(period.metrics, output["metrics"])
+                period.losses += output["loss"]
             period.seconds += timer.last
         period.counts += counts
         return {"metronome/part/rows": float(counts.rows), "metronome/part/tokens": float(counts.tokens)}
@@ -152,14 +169,27 @@ class AccumulatingWorker(TinkerTrainingWorker):
         self._movement.begin()
         with engine.train_mode(zero_grad_on_exit=True):
             if total.tokens:
-                _rescale(engine.module.parameters(), factor)
+                self._rescale(factor)
                 with self._movement.watched(engine):
                     grad_norm = engine.optimizer_step()
         period.metrics.update(grad_norm=grad_norm, lr=engine.lr_scheduler_step())
-        return {**self._metrics(period, factor), "metronome/trained/rows": total.rows} | {
+        found = self._metrics(period, factor)
+        if self.buffered is not None:
+            found = self.buffered.of_last_stage(found)
+        return {**found, "metronome/trained/rows": total.rows} | {
             "metronome/trained/tokens": total.tokens,
             "metronome/rescale": factor,
         }
+
+    @torch.no_grad()
+    def _rescale(self, factor: float) -> None:
+        """Makes the sum of the parts the gradient of one batch."""
+        if self.buffered is not None:
+            self.buffered.finish(factor)
+            return
+        for parameter in self.engine.module.parameters():
+            if parameter.grad is not None and factor != 1.0:
+                parameter.grad.mul_(factor)
 
     def _defaults(self, data: TensorDict) -> None:
         """As verl's ``train_batch``: engine parameters that the batch doesn't name."""
@@ -279,13 +309,6 @@ class AccumulatingWorker(TinkerTrainingWorker):
 
 def _config_of(loss: Any) -> Any:
     return loss.config if isinstance(loss, HostLoss) else loss.keywords["config"]
-
-
-@torch.no_grad()
-def _rescale(parameters: Any, factor: float) -> None:
-    for parameter in parameters:
-        if parameter.grad is not None and factor != 1.0:
-            parameter.grad.mul_(factor)
 
 
 def _counts(data: TensorDict) -> tuple[int, int]:

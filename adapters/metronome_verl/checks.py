@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from metronome.errors import ConfigurationError, MetronomeError, VersionMismatch
+
+_ROWS = ("grpo", "gae", "reinforce_plus_plus")
 
 
 def check_versions(tags: list[dict[str, Any]], wanted: int, where: str) -> None:
     """Holds every sample of a period to one version of the weights.
 
-    Raises VersionMismatch naming the first that isn't of version ``wanted``.
+    Raises VersionMismatch naming the first that isn't of version ``wanted``, or that doesn't say its version.
     """
     for tag in tags:
         if tag.get("is_padding", False):
             continue
         versions = tag.get("min_global_steps"), tag.get("max_global_steps")
+        if None in versions:
+            raise VersionMismatch(
+                "a sample doesn't say which version of the weights generated it",
+                found=f"versions {versions[0]} to {versions[1]}",
+                where=where,
+                remedy="an agent loop gives every row the extra_fields of the row's first generate() output",
+            )
         if versions != (wanted, wanted):
             raise VersionMismatch(
                 "a sample of another version of the weights came into a periodic batch",
@@ -24,6 +35,24 @@ def check_versions(tags: list[dict[str, Any]], wanted: int, where: str) -> None:
                 where=where,
                 remedy="metronome.rollout_source=bounded, or report it: periodic mode has no such samples",
             )
+
+
+def check_rows(keys: Sequence[str], estimator: str) -> None:
+    """Holds rollouts of several rows (an agent loop's list of outputs) to estimators that count rollouts, not rows.
+
+    verl's compute_advantage_for_multi_trajectories does so for grpo; gae and reinforce_plus_plus look at a row alone.
+
+    Raises ConfigurationError for others, whose groups would count each row as a rollout.
+    """
+    rollouts = [key.rsplit("_", 1)[0] for key in keys]
+    if estimator not in _ROWS and len(set(rollouts)) < len(rollouts):
+        found = next(rollout for rollout, count in Counter(rollouts).items() if count > 1)
+        raise ConfigurationError(
+            "a rollout gave several rows, and this advantage estimator would take each for a rollout of the group",
+            found=f"{estimator}, {rollouts.count(found)} rows of rollout {found}",
+            where="algorithm.adv_estimator",
+            remedy="algorithm.adv_estimator=grpo, or an agent loop that gives one row",
+        )
 
 
 def check_mini_batch(prompts: int, size: int, ranks: int) -> None:

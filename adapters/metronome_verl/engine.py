@@ -46,7 +46,8 @@ def register() -> None:
 def building(attention: AttentionBackend) -> Iterator[list[SharedPromptEngine]]:
     """Inside, verl's registry gives FSDP language models our engine with ``attention``; it yields those made.
 
-    An empty list afterwards means that the strategy isn't FSDP: verl's registry falls back to its own engine.
+    Megatron's, once ``megatron_engine`` is imported, too. An empty list afterwards means that the strategy is another:
+    verl's registry falls back to its own engine.
 
     Raises ConfigurationError for a backend that doesn't share prompts.
     """

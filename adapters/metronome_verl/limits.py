@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ def refuse_settings(model: Any, engine: Any) -> None:
         model: verl's HFModelConfig.
         engine: verl's FSDPEngineConfig.
 
-    Raises ConfigurationError for Ulysses sequence parallelism and for fused kernels.
+    Raises ConfigurationError for Ulysses sequence parallelism, fused kernels, and models whose positions have several
+    dimensions: verl gives those to rows without an image too.
     """
     ranks = engine.ulysses_sequence_parallel_size
     if ranks > 1:
@@ -43,6 +45,18 @@ def refuse_settings(model: Any, engine: Any) -> None:
             where="actor_rollout_ref.model.use_fused_kernels",
             remedy="use_fused_kernels=False, or attention: host",
         )
+    if hasattr(model.hf_config, "vision_config") and "mrope_section" in _rotary(model.hf_config):
+        raise ConfigurationError(
+            "positions of several dimensions (multi-modal rotary) can't restart behind a shared prompt",
+            found=model.hf_config.model_type,
+            where="actor_rollout_ref.model.path",
+            remedy="a model of text alone, or attention: host",
+        )
+
+
+def _rotary(config: Any) -> Mapping[str, Any]:
+    text = config.get_text_config(decoder=True)
+    return getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
 
 
 def why_separate(data: TensorDict) -> str | None:

@@ -15,10 +15,7 @@ from pydantic import Field
 from metronome.errors import ConfigurationError, nearest
 from metronome.recipes import parse_yaml
 from metronome.settings import SELECTORS, Options, parse_options
-from metronome_verl.smoke import COLOCATED, CPU_ROOM, POOL
-
-SMOKE = "smoke"
-"""The overlay that runs a recipe on a CPU with a tiny model."""
+from metronome_verl.smoke import BY_SOURCE, CPU_ROOM
 
 
 class Overlay(Options):
@@ -51,10 +48,10 @@ class Recipe(Options):
         args: verl's own configuration keys and their values; ``+`` before a key adds it, as on verl's command line.
         metronome: the block of selectors and options.
         overlays: variants by name.
-        smoke: what the CPU room needs besides ``CPU_ROOM``.
+        smoke: what a smoke run needs besides ``CPU_ROOM``.
         overlay: the overlays to apply, in their order.
-        assets: the folder that ``{assets}`` stands for: ``model``, ``train.parquet``, ``validation.parquet`` and
-            ``reward.py`` with ``compute_score``.
+        assets: a folder for smoke runs with ``model``, ``train.parquet``, ``validation.parquet`` and ``reward.py``
+            (``compute_score``); without it a smoke run makes its own.
     """
 
     host: Literal["verl"]
@@ -69,57 +66,48 @@ class Recipe(Options):
     assets: str | None = None
 
     def chosen(self) -> list[str]:
-        """The names under ``overlay``, smoke last: the machine that is there has the last word."""
-        names = [self.overlay] if isinstance(self.overlay, str) else self.overlay
-        return sorted(names, key=lambda name: name == SMOKE)
+        """The names under ``overlay``."""
+        return [self.overlay] if isinstance(self.overlay, str) else self.overlay
 
 
 def parse_recipe(recipe: Mapping[str, Any], where: str) -> Recipe:
     """The recipe as read; raises ConfigurationError for a wrong key, a wrong type or an unknown overlay."""
     parsed = parse_options(Recipe, recipe, where)
-    known = {*parsed.overlays, SMOKE}
-    if SMOKE in parsed.overlays:
-        raise ConfigurationError(
-            "this name belongs to the overlay of the CPU room",
-            found=SMOKE,
-            where=f"{where}: overlays",
-            remedy="a key smoke beside overlays",
-        )
     for name in parsed.chosen():
-        if name not in known:
+        if name not in parsed.overlays:
             raise ConfigurationError(
-                "no such overlay", found=name, where=f"{where}: overlay", remedy=nearest(name, known)
+                "no such overlay",
+                found=name,
+                where=f"{where}: overlay",
+                remedy="metronome run RECIPE --smoke" if name == "smoke" else nearest(name, parsed.overlays),
             )
-    if SMOKE in parsed.chosen() and parsed.assets is None:
-        raise ConfigurationError(
-            "a smoke run needs a folder with model, train.parquet, validation.parquet and reward.py",
-            where=f"{where}: assets",
-            remedy="assets=FOLDER; metronome_verl.cpu.assets.make(FOLDER) makes one",
-        )
     return parsed
 
 
-def settings_of(recipe: Recipe, typed: tuple[Mapping[str, Any], Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """verl's keys and ours, flat: the recipe, its overlays, and ``typed``, what the command line set, over them."""
+def settings_of(
+    recipe: Recipe, typed: tuple[Mapping[str, Any], Mapping[str, Any]], assets: Path | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """verl's keys and ours, flat: the recipe, its overlays, and ``typed``, what the command line set, over them.
+
+    ``assets`` makes it a smoke run: the CPU room and the recipe's ``smoke`` come after the overlays, since the machine
+    that is there has the last word but for what was typed, and ``{assets}`` stands for this folder.
+    """
     args, block = dict(flat(recipe.args)), dict(flat(recipe.metronome))
     for name in recipe.chosen():
-        overlay = recipe.smoke if name == SMOKE else recipe.overlays[name]
-        if name == SMOKE:
-            synchronous = block.get("rollout_source", "synchronous") == "synchronous"
-            _lay(args, flat(CPU_ROOM | (COLOCATED if synchronous else POOL)))
-        _lay(args, flat(overlay.args))
+        _lay(args, flat(recipe.overlays[name].args))
+        block = _laid(block, recipe.overlays[name].metronome)
+    if assets is not None:
+        source = str(block.get("rollout_source", "synchronous"))
+        _lay(args, flat(CPU_ROOM | BY_SOURCE.get(source, {})))
+        _lay(args, flat(recipe.smoke.args))
+        # It goes with every overlay, so it leaves the options of a plug-in that one of them took away.
         selected = {block.get(selector) for selector in SELECTORS}
-        _lay(
-            block,
-            # smoke goes with every other overlay: it leaves the options of a plug-in that one of them took away
-            (one for one in flat(overlay.metronome) if name != SMOKE or "." not in one[0] or _head(one[0]) in selected),
-        )
-        for key in [key for key, value in flat(overlay.metronome) if value is None]:
-            block = {other: value for other, value in block.items() if other != key and not other.startswith(f"{key}.")}
+        options = flat(recipe.smoke.metronome)
+        block = _laid(block, {key: value for key, value in options if "." not in key or _head(key) in selected})
     _lay(args, flat(typed[0]))
     _lay(block, flat(typed[1]))
-    assets = None if recipe.assets is None else str(Path(recipe.assets).expanduser().absolute())
-    return {key: _path(value, assets) for key, value in args.items()}, block
+    folder = None if assets is None else str(assets)
+    return {key: _path(value, folder) for key, value in args.items()}, block
 
 
 def typed_settings(recipe: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -154,6 +142,16 @@ def _path(value: Any, assets: str | None) -> Any:
     if assets is not None:
         value = value.replace("{assets}", assets)
     return str(Path(value).expanduser()) if value.startswith("~/") else value
+
+
+def _laid(block: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``block`` with ``over`` laid over it; a null takes its key and what lies below it away."""
+    laid = dict(block)
+    _lay(laid, flat(over))
+    gone = [key for key, value in flat(over) if value is None]
+    return {
+        key: value for key, value in laid.items() if not any(key == one or key.startswith(f"{one}.") for one in gone)
+    }
 
 
 def _head(key: str) -> str:

@@ -139,11 +139,12 @@ class PackedRow:
             logits, temperature = logits / temperature.to(logits.dtype)[:, None], 1.0
         tokens = self.tokens[self.plan.response_index]
         found = row_log_probs(logits, _float, tokens, self.plan, logits.shape[-1], temperature, entropy)
-        log_probs, entropies = (None if one is None else self._scatter(one, nested) for one in found)
+        log_probs, entropies = (None if one is None else self.scatter(one, nested) for one in found)
         assert log_probs is not None
         return log_probs, entropies
 
-    def _scatter(self, values: Tensor, nested: Any) -> Tensor:
+    def scatter(self, values: Tensor, nested: Any) -> Tensor:
+        """``[N]``, one for each response token, in ``nested``'s layout as ``results`` says."""
         flat = values.new_zeros(nested.values().shape[0])
         if self.plan.response_tokens:
             flat = flat.index_copy(0, self.places, values)

@@ -11,21 +11,34 @@ from typing import Any
 
 from metronome.errors import ConfigurationError
 from metronome_verl.command import overrides_of, validate, verl_config_folder
-from metronome_verl.recipe import SMOKE, parse_recipe, settings_of, typed_settings
+from metronome_verl.recipe import parse_recipe, settings_of, typed_settings
+from metronome_verl.smoke import WORKERS, driver_environment, room
+from metronome_verl.state import latest, read
 
 _MAIN = "verl.trainer.main_ppo"
 
 
-def run(recipe: dict[str, Any], *, where: str, output: str | None, resume: str | None, dry_run: bool) -> int:
+def run(
+    recipe: dict[str, Any], *, where: str, output: str | None, resume: str | None, dry_run: bool, smoke: bool
+) -> int:
     """Validates a recipe against verl's configuration and runs it there; returns verl's exit code.
 
     ``output`` is the folder of verl's checkpoints; ``resume`` is such a folder, from whose last checkpoint the run
-    goes on. ``dry_run`` prints the command and starts nothing. Raises ConfigurationError for what can't run.
+    goes on. ``dry_run`` prints the command and starts nothing. ``smoke`` runs three steps on a CPU with a tiny model,
+    which it makes in ``smoke`` under the run's folder, or in a temporary one. Raises ConfigurationError for what can't
+    run.
     """
     parsed = parse_recipe(recipe, where)
-    args, block = settings_of(parsed, typed_settings(recipe, where))
-    args |= _folders(output, resume)
-    overrides = overrides_of(args, block)
+    if parsed.assets is not None and not smoke:
+        raise ConfigurationError(
+            "only a smoke run has assets", found=parsed.assets, where=f"{where}: assets", remedy="--smoke"
+        )
+    folders = _folders(output, resume)
+    cpu = room(parsed.assets, output or resume) if smoke else None
+    args, block = settings_of(parsed, typed_settings(recipe, where), cpu.assets if cpu else None)
+    if cpu:
+        args = cpu.keys(args, os.environ)
+    overrides = overrides_of(args | folders, block)
     folder = verl_config_folder()
     if folder is not None:
         notes = validate(overrides, folder, where)
@@ -38,18 +51,21 @@ def run(recipe: dict[str, Any], *, where: str, output: str | None, resume: str |
             where=f"{where}: host",
             remedy='pip install "metronome-rl[verl]"',
         )
-    variables = {"VERL_PLATFORM": "cpu"} if SMOKE in parsed.chosen() else {}
     for note in notes:
         print(f"metronome: {note}", flush=True)
     if dry_run:
-        for command in parsed.data.prepare:
+        for command in cpu.prepare if cpu else parsed.data.prepare:
             print(f"data: {command}")
+        variables = WORKERS if cpu else {}
         print(" ".join([*(f"{key}={value}" for key, value in variables.items()), "python", "-m", _MAIN]), end="")
         print("".join(f" \\\n  {shlex.quote(one)}" for one in overrides))
         print("Nothing was started.")
         return 0
-    _check_files(parsed.assets if variables else None, resume)
-    return _start([sys.executable, "-m", _MAIN, *overrides], {**os.environ, **variables})
+    _check_checkpoints(resume)
+    if cpu:
+        cpu.fill()
+    environment = driver_environment(args, os.environ) if cpu else dict(os.environ)
+    return _start([sys.executable, "-m", _MAIN, *overrides], environment)
 
 
 def compare(recipe: dict[str, Any], vary: tuple[str, list[str]], *, where: str, output: str | None) -> int:
@@ -74,13 +90,7 @@ def _folders(output: str | None, resume: str | None) -> dict[str, Any]:
     return {}
 
 
-def _check_files(assets: str | None, resume: str | None) -> None:
-    if assets is not None:
-        for name in ("model", "train.parquet", "validation.parquet", "reward.py"):
-            if not (Path(assets).expanduser() / name).exists():
-                raise ConfigurationError(
-                    "the folder of a smoke run lacks a part", found=name, where=assets, remedy="assets=FOLDER with it"
-                )
+def _check_checkpoints(resume: str | None) -> None:
     if resume is not None and not any(Path(resume).glob("global_step_*")):
         raise ConfigurationError(
             "no checkpoint of verl to go on from",
@@ -88,6 +98,8 @@ def _check_files(assets: str | None, resume: str | None) -> None:
             where="--resume",
             remedy="the folder that holds global_step_N",
         )
+    if resume is not None and (checkpoint := latest(Path(resume))) is not None:
+        read(checkpoint)  # damaged, it is refused here rather than by a worker of verl's
 
 
 def _start(command: list[str], environment: dict[str, str]) -> int:

@@ -1,8 +1,21 @@
-"""What every smoke run sets in verl: one trainer rank and one rollout replica on a CPU, short rows, two steps."""
+"""What every smoke run sets: one trainer rank and one rollout replica on a CPU, short rows, three steps, Ray's start.
+
+Ray runs in processes that inherit their variables from its head, which need not be ours, so what workers must know
+travels in verl's runtime environment too.
+"""
 
 from __future__ import annotations
 
+import secrets
+import shlex
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from metronome.errors import ConfigurationError
+from metronome_verl.cpu.assets import make
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -51,16 +64,124 @@ CPU_ROOM: dict[str, Any] = {
     "trainer.save_freq": -1,
     "trainer.resume_mode": "disable",
     "trainer.total_epochs": 1,
-    "trainer.total_training_steps": 2,
+    # With two batches in flight, the first sample that is two versions old is trained in the third step.
+    "trainer.total_training_steps": 3,
 }
-"""verl's keys; ``{assets}`` stands for the folder under the recipe's key ``assets``."""
+"""verl's keys; ``{assets}`` stands for the folder of the tiny model and its data."""
 
-POOL: dict[str, Any] = {
+_POOL: dict[str, Any] = {
     f"{_ROLLOUT}.nnodes": 1,
     f"{_ROLLOUT}.n_gpus_per_node": 1,
     f"{_ROLLOUT}.checkpoint_engine.backend": "metronome_ray",
 }
-"""The rollout pool of periodic and bounded mode."""
 
-COLOCATED: dict[str, Any] = {f"{_ROLLOUT}.nnodes": 0, f"{_ROLLOUT}.checkpoint_engine.backend": "naive"}
-"""Synchronous mode: the trainer's device generates too."""
+BY_SOURCE: dict[str, dict[str, Any]] = {
+    # The trainer's device generates too.
+    "synchronous": {f"{_ROLLOUT}.nnodes": 0, f"{_ROLLOUT}.checkpoint_engine.backend": "naive"},
+    # A group after the other, each half a second long, so that they arrive one by one.
+    "periodic": _POOL
+    | {
+        f"{_ROLLOUT}.max_num_seqs": 4,
+        f"+{_ROLLOUT}.engine_kwargs.metronome_hf.seconds_per_token": 0.03,
+    },
+    # Everything in flight at once, so that it waits for its training and grows stale.
+    "bounded": _POOL | {f"{_ROLLOUT}.max_num_seqs": 64},
+}
+"""What a rollout source needs besides."""
+
+WORKERS = {"VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+"""Variables of verl's driver and of every worker."""
+
+_RAY = {
+    # A laptop under load takes longer to start workers and agents than Ray waits by default.
+    "RAY_worker_register_timeout_seconds": "300",
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_AUTH_MODE": "disabled",  # else Ray writes a token into the home folder
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_METRICS_COLLECTION": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+_INIT = "ray_kwargs.ray_init"
+_FILES = ("model", "train.parquet", "validation.parquet", "reward.py")
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where a smoke run's files lie.
+
+    Attributes:
+        work: for what verl and hydra write.
+        assets: the tiny model, its data and its reward; ``work`` itself, or a folder of the user's.
+    """
+
+    work: Path
+    assets: Path
+
+    @property
+    def prepare(self) -> list[str]:
+        """The command that writes what isn't the user's."""
+        if self.assets != self.work:
+            return []
+        return [f"python -m metronome_verl.cpu.assets {shlex.quote(str(self.assets))}"]
+
+    def fill(self) -> None:
+        """Makes the tiny model and data, or looks at the user's; raises ConfigurationError for a part that lacks."""
+        if self.assets == self.work:
+            make(self.assets)
+        for name in _FILES:
+            if not (self.assets / name).exists():
+                raise ConfigurationError(
+                    "the folder of a smoke run lacks a part",
+                    found=f"no {name}",
+                    where=f"assets={self.assets}",
+                    remedy="leave assets out and the run makes its own, or a folder with " + ", ".join(_FILES),
+                )
+        print(
+            f"metronome: smoke run: tiny model and data in {self.assets}, what verl writes in {self.work}", flush=True
+        )
+
+    def keys(self, args: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
+        """``args`` over where verl writes and how its driver reaches Ray.
+
+        Args:
+            args: verl's keys; ``ray_kwargs.ray_init.address`` names a running Ray, else the run starts its own, with
+                pretended GPUs.
+            variables: the environment, in which ``RAY_ADDRESS`` names one too.
+        """
+        keys: dict[str, Any] = {
+            "trainer.default_local_dir": str(self.work / "checkpoints"),
+            "hydra.run.dir": str(self.work / "hydra"),
+            **{f"+{_INIT}.runtime_env.env_vars.{name}": value for name, value in WORKERS.items()},
+        }
+        if not _running(args, variables):
+            plain = {key.lstrip("+"): value for key, value in args.items()}
+            keys |= {
+                f"+{_INIT}.address": "local",  # a head that somebody else left running isn't ours to use
+                f"{_INIT}.num_cpus": 32,
+                f"+{_INIT}.num_gpus": sum(
+                    int(plain.get(f"{pool}.nnodes") or 0) * int(plain.get(f"{pool}.n_gpus_per_node") or 0)
+                    for pool in ("trainer", _ROLLOUT)
+                ),
+                f"+{_INIT}.include_dashboard": False,
+            }
+        return keys | dict(args)
+
+
+def room(given: str | None, run_folder: str | None) -> Room:
+    """The room of a run; ``given`` is the user's ``assets``, without ``run_folder`` it lies in a temporary folder."""
+    if run_folder is not None:
+        work = Path(run_folder).absolute() / "smoke"
+    else:
+        work = Path(tempfile.gettempdir()) / f"metronome-smoke-{secrets.token_hex(4)}"
+    return Room(work, work if given is None else Path(given).expanduser().absolute())
+
+
+def driver_environment(args: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of verl's driver; for a Ray of its own, what that needs on a laptop, as far as it isn't set."""
+    kept = {name: value for name, value in variables.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return ({} if _running(args, variables) else _RAY) | kept | WORKERS
+
+
+def _running(args: Mapping[str, Any], variables: Mapping[str, str]) -> bool:
+    plain = {key.lstrip("+"): value for key, value in args.items()}
+    return plain.get(f"{_INIT}.address", variables.get("RAY_ADDRESS")) not in (None, "", "local")

@@ -6,30 +6,29 @@ configuration and gives an object of the class that the rollout source needs.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from omegaconf import DictConfig
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
-from verl.utils import tensordict_utils as tu
 
 from metronome.controller_check import checked_metrics, checked_prompts, checked_size, explained
-from metronome.errors import ConfigurationError, MetronomeError
-from metronome_verl.checks import check_change, check_mini_batch, named
+from metronome.errors import MetronomeError
+from metronome_verl import state
+from metronome_verl.checks import check_change, check_mini_batch, check_rows, named
 from metronome_verl.config import Arranged, arrange
 from metronome_verl.flush import FLUSH
 from metronome_verl.groups import group_order
 from metronome_verl.host import check_host
 from metronome_verl.patches import apply
-from metronome_verl.statistics import step_stats
+from metronome_verl.statistics import GROUP_SIZE, step_stats
 from metronome_verl.worker import MetronomeWorker
 
 NAME = "metronome"
-_STATE = "metronome.json"
 
 
 def register() -> None:
@@ -85,10 +84,15 @@ class MetronomeTrainer(PPOTrainer):
         return "group_controller" in self.arranged.block
 
     def _next_train_batch(self, num_prompts: int | None = None) -> Any:
-        batch = super()._next_train_batch(num_prompts)
+        return self._with_size(super()._next_train_batch(num_prompts))
+
+    def _with_size(self, prompts: Any) -> Any:
+        """``prompts`` with the G of now, where G is ours to choose."""
         if self.owns_groups:
-            tu.assign_non_tensor_data(batch, "__rollout_n__", int(self.config.actor_rollout_ref.rollout.n))
-        return batch
+            size = torch.full((len(prompts),), int(self.config.actor_rollout_ref.rollout.n))
+            # Tensors, since verl leaves other values out of what it keeps to send a prompt again after a resume.
+            prompts["__rollout_n__"], prompts[GROUP_SIZE] = size, size.clone()
+        return prompts
 
     def _begin_step(self) -> int:
         """Sets G everywhere and returns the step's prompt groups, by the controller's budget or verl's batch size."""
@@ -122,6 +126,10 @@ class MetronomeTrainer(PPOTrainer):
             lengths = [(int(tag["prompt_len"]), int(tag["response_len"])) for tag in batch.tags]
             batch.reorder(group_order(uids, [p for p, _ in lengths], [r for _, r in lengths], ranks))
         return batch
+
+    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        check_rows(batch.keys, str(self.config.algorithm.adv_estimator))
+        return super()._compute_advantage(batch, metrics)
 
     def _tell_worker(self, batch: Any) -> None:
         """What our loss asks the batch: the version in training, whose old log-probs these are, how far a cycle is."""
@@ -166,42 +174,17 @@ class MetronomeTrainer(PPOTrainer):
     # --- state --------------------------------------------------------------------------------------
 
     def _save_checkpoint(self) -> None:
-        # Ours first: verl's ends by naming the checkpoint as the one to resume from.
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
-        state = {
-            "block": self.arranged.block,
-            "rollout_source": self.arranged.selection.rollout_source.state_dict(),
-            "group_controller": self.controller.state_dict(),
-        }
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / _STATE).write_text(json.dumps(state, indent=2), encoding="utf-8")
+        mine = state.of(self)
+        state.write(folder, mine)  # ours first: verl's ends by naming the checkpoint as the one to resume from
         super()._save_checkpoint()
+        state.tell_unsaved(folder, len(mine["in_flight"]))
 
     def _load_checkpoint(self) -> None:
+        mine = state.take(self)
         super()._load_checkpoint()
-        step = int(self.global_steps)
-        if not step:
-            return
-        root = self.config.trainer.default_local_dir
-        if self.config.trainer.resume_mode == "resume_path":
-            root = str(Path(self.config.trainer.resume_from_path).parent)
-        path = Path(root) / f"global_step_{step}" / _STATE
-        if not path.is_file():
-            if self.owns_groups:
-                raise ConfigurationError(
-                    "the checkpoint has no state of the group controller",
-                    found=str(path),
-                    where="trainer.resume_mode",
-                    remedy="leave metronome.group_controller out, or trainer.resume_mode=disable",
-                )
-            return
-        state = json.loads(path.read_text(encoding="utf-8"))
-        self.arranged.selection.rollout_source.load_state_dict(state["rollout_source"])
-        saved, chosen = (block.get("group_controller", "fixed") for block in (state["block"], self.arranged.block))
-        if saved == chosen:
-            self.controller.load_state_dict(state["group_controller"])
-        else:
-            print(f"metronome: group controller {chosen} starts anew: the checkpoint is of {saved}", flush=True)
+        if mine is not None:
+            state.settle(self, mine)
 
 
 class SynchronousTrainer(MetronomeTrainer, PPOTrainerSync):

@@ -7,10 +7,10 @@ segment in ``extra_fields["version_spans"]``, which verl carries with the sample
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
@@ -18,7 +18,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from metronome.errors import VersionMismatch
 
 SPANS = "version_spans"
-"""Key in a sample's ``extra_fields``: ``[[version, tokens], ...]`` in the order generated."""
+"""Key in a sample's ``extra_fields``: ``[[version, tokens], ...]`` in the order generated; 0 tokens begin a turn."""
 
 UNKNOWN = -1
 """Version of a token that no server has stamped, and of one that wasn't generated."""
@@ -31,16 +31,23 @@ class _Spans(list[list[int]]):
         """Appends a segment, or lengthens the last one if it has the same version."""
         if not tokens:
             return
-        if self and self[-1][0] == version:
+        if self and self[-1][0] == version and self[-1][1]:
             self[-1][1] += tokens
         else:
             self.append([version, tokens])
 
+    def turn(self, later: Sequence[Sequence[int]]) -> None:
+        """Appends the segments of a later turn, behind a mark of 0 tokens."""
+        if later:
+            self.append([later[0][0], 0])
+            for version, tokens in later:
+                self.add(version, tokens)
+
 
 _call: ContextVar[_Spans | None] = ContextVar("metronome_verl_spans", default=None)
 
-_first_turn: WeakValueDictionary[str, _Spans] = WeakValueDictionary()
-"""Request -> spans of its first call, for as long as the trajectory's ``extra_fields`` hold them."""
+_turns: dict[str, list[weakref.ref[_Spans]]] = {}
+"""Request -> spans of its finished calls, for as long as some row's ``extra_fields`` hold them."""
 
 
 class _Segments(LLMServerClient):
@@ -61,24 +68,42 @@ class SpanRecordingClient(FullyAsyncLLMServerClient, _Segments):
 
     A segment is what one server generated without an interruption, so one version sampled all of it (servers abort
     at a publication). verl's resume loop calls ``super().generate`` for each; by the order of the bases that is
-    ``_Segments``. In a trajectory of several turns verl's tool agent keeps the ``extra_fields`` of the first turn
-    only, so later turns with the same ``request_id`` are appended to the first one's spans as well.
+    ``_Segments``.
+
+    A row of several turns has the ``extra_fields`` of its first turn (verl's tool agent keeps no others), so a turn
+    is also appended to the spans of the turns with the same ``request_id`` that had ended when it began. A rollout
+    that gives several rows gives each row the ``extra_fields`` of that row's first turn.
     """
 
     async def generate(self, request_id: str, **request: Any) -> Any:
-        """verl's ``generate``; ``extra_fields["version_spans"]`` of the output has ``[version, tokens]``."""
+        """verl's ``generate``; ``extra_fields["version_spans"]`` of the output has ``[version, tokens]``.
+
+        ``min_global_steps`` and ``max_global_steps`` are those of generated tokens; verl's also count a segment that
+        was aborted before its first token.
+        """
         spans = _Spans()
+        earlier = [one for one in (ref() for ref in _turns.get(request_id, ())) if one is not None]
         outer = _call.set(spans)
         try:
             output = await super().generate(request_id, **request)
         finally:
             _call.reset(outer)
         output.extra_fields[SPANS] = spans
-        first = _first_turn.setdefault(request_id, spans)
-        if first is not spans:
-            for version, tokens in spans:
-                first.add(version, tokens)
+        if spans and all(version != UNKNOWN for version, _ in spans):
+            output.extra_fields["min_global_steps"] = min(version for version, _ in spans)
+            output.extra_fields["max_global_steps"] = max(version for version, _ in spans)
+        for one in earlier:
+            one.turn(spans)
+        _turns.setdefault(request_id, []).append(weakref.ref(spans, lambda ref: _forget(request_id, ref)))
         return output
+
+
+def _forget(request_id: str, ref: weakref.ref[_Spans]) -> None:
+    kept = [one for one in _turns.get(request_id, ()) if one is not ref]
+    if kept:
+        _turns[request_id] = kept
+    else:
+        _turns.pop(request_id, None)
 
 
 def token_versions(
@@ -87,7 +112,9 @@ def token_versions(
     """The version that sampled each token of a response; -1 for tokens that weren't generated or aren't known.
 
     The spans cover the generated tokens (mask 1) in order, what was cut off behind the response's end included; tool
-    tokens (mask 0) have none. Without spans the trajectory's version counts, if it has only one.
+    tokens (mask 0) have none. Tokens that the agent took off a turn's end (verl does for some chat templates) are
+    told by the mask: a stretch of ones that tool tokens follow ends a turn. Without spans the trajectory's version
+    counts, if it has only one.
 
     Args:
         extra_fields: verl's, with ``version_spans`` or ``min_global_steps`` and ``max_global_steps``.
@@ -112,16 +139,57 @@ def token_versions(
         if oldest is not None and oldest == newest:
             versions[generated] = int(oldest)
         return versions.tolist()
-    sampled = torch.tensor([version for version, _ in spans], dtype=torch.long).repeat_interleave(
-        torch.tensor([tokens for _, tokens in spans], dtype=torch.long)
-    )
-    count = int(generated.sum())
-    if len(sampled) < count:
+    sampled = _along(_turns_of(spans), _stretches(generated.tolist()))
+    if sampled is None:
         raise VersionMismatch(
             "the recorded segments cover fewer tokens than were generated",
-            found=f"{spans} for {count} tokens",
+            found=f"{[list(span) for span in spans]} for {int(generated.sum())} tokens",
             where=f"extra_fields.{SPANS}",
-            remedy="generate every turn of a trajectory through the client, with one request_id",
+            remedy="generate every turn of a row through the client, with one request_id, and give the row the"
+            " extra_fields of its first turn",
         )
-    versions[generated] = sampled[:count]
+    versions[generated] = torch.tensor(sampled, dtype=torch.long)
     return versions.tolist()
+
+
+def _turns_of(spans: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The version of each token, turn by turn."""
+    turns: list[list[int]] = [[]]
+    for version, tokens in spans:
+        if not tokens:
+            turns.append([])
+        turns[-1] += [version] * tokens
+    return turns
+
+
+def _stretches(generated: Sequence[bool]) -> list[int]:
+    """Lengths of the stretches of generated tokens, in order."""
+    lengths, inside = [], False
+    for one in generated:
+        if one and not inside:
+            lengths.append(0)
+        if one:
+            lengths[-1] += 1
+        inside = one
+    return lengths
+
+
+def _along(turns: list[list[int]], stretches: list[int]) -> list[int] | None:
+    """The versions along the stretches; None if there are too few. A stretch may hold several turns, never half one.
+
+    One turn is laid along all stretches: its record doesn't say where they end.
+    """
+    if len(turns) == 1:
+        count = sum(stretches)
+        return turns[0][:count] if len(turns[0]) >= count else None
+    found: list[int] = []
+    left = iter(turns)
+    for length in stretches:
+        here: list[int] = []
+        while len(here) < length:
+            turn = next(left, None)
+            if turn is None:
+                return None
+            here += turn
+        found += here[:length]
+    return found

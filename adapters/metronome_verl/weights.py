@@ -1,12 +1,14 @@
-"""Whether an optimiser step moved the weights: a sum over their bits before and after."""
+"""Whether an optimiser step moved the weights, and whether what is published moved with them: sums over bits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from metronome.errors import MetronomeError
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -21,15 +23,27 @@ def fingerprint(module: Any) -> list[int]:
     modules = module if isinstance(module, (list, tuple)) else [module]
     sums = []
     for parameter in (one for part in modules for one in part.parameters() if one.requires_grad):
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        sums.append(local.detach().view(_BITS[local.element_size()]).sum(dtype=torch.int64))
+        sums.append(_bits(parameter.to_local() if hasattr(parameter, "to_local") else parameter))
+    return _listed(sums)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+def _listed(sums: list[torch.Tensor]) -> list[int]:
     return torch.stack([one.to(sums[0].device) for one in sums]).tolist() if sums else []
 
 
 class Movement:
-    """What happened to the weights since ``begin``: whether they moved, and the largest learning rate used."""
+    """What happened to the weights since ``begin``: whether they moved, and the largest learning rate used.
+
+    Attributes:
+        moves: updates that moved this rank's weights, from the start; ``begin`` leaves it.
+    """
 
     def __init__(self) -> None:
+        self.moves = 0
         self.begin()
 
     def begin(self) -> None:
@@ -45,3 +59,37 @@ class Movement:
         yield
         if before is not None:
             self.changed = before != fingerprint(engine.module)
+            self.moves += self.changed
+
+
+class Publication:
+    """verl's ``get_per_tensor_param`` of an engine, held against what it gave before.
+
+    The tensors on their way to the rollout engine aren't those that are trained: shards are put together, adapters
+    merged and rounded to bfloat16, or left out. Looks at what the sender sends; each transport delivers it or fails.
+    """
+
+    def __init__(self, send: Callable[..., tuple[Any, Any]], movement: Movement) -> None:
+        self._send, self._movement = send, movement
+        self._last: dict[str, tuple[int, list[int]]] = {}
+
+    def __call__(self, *positional: Any, **options: Any) -> tuple[Any, Any]:
+        """verl's weights and adapter configuration; the weights raise MetronomeError at their end, if none changed."""
+        weights, adapter = self._send(*positional, **options)
+        return self._watched(weights, repr((positional, sorted(options.items())))), adapter
+
+    def _watched(self, weights: Iterable[tuple[str, torch.Tensor]], kind: str) -> Iterator[tuple[str, torch.Tensor]]:
+        moves, sums = self._movement.moves, []
+        for name, tensor in weights:
+            sums.append(_bits(tensor))
+            yield name, tensor
+        before, sent = self._last.get(kind), _listed(sums)
+        self._last[kind] = moves, sent
+        if before is not None and before[0] < moves and before[1] == sent:
+            raise MetronomeError(
+                "the optimiser step moved weights, and what is published is what was published before",
+                found=f"{len(sent)} tensors, every one bit for bit",
+                where="actor_rollout_ref.rollout.checkpoint_engine",
+                remedy="with LoRA actor_rollout_ref.model.lora.merge=True, and a learning rate whose steps don't vanish"
+                " where verl rounds merged weights to bfloat16",
+            )

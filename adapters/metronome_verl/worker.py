@@ -14,6 +14,8 @@ from metronome.errors import ConfigurationError, nearest
 from metronome_verl.accumulate import NORMALISERS, AccumulatingWorker
 from metronome_verl.config import worker_part
 from metronome_verl.loss import HostLoss
+from metronome_verl.megatron_limits import check_settings
+from metronome_verl.weights import Publication
 
 _PER_MICRO_BATCH = ("clip_cov", "kl_cov", "geo_mean")
 """verl's losses that rank or average over whatever is in a micro-batch; their sum depends on the split."""
@@ -37,14 +39,19 @@ class MetronomeWorker(DetachActorWorker):
         else:
             from metronome_verl.engine import building
 
+            if self.config.actor.strategy == "megatron":
+                import metronome_verl.megatron_engine  # noqa: F401  (registers itself)
             with building(part.attention) as engines:
                 super().init_model()
         if self.actor is None:
             return
+        sent = self.actor.engine.get_per_tensor_param
+        self.actor.engine.get_per_tensor_param = Publication(sent, self.actor._movement)
         self.actor.attends = self.actor.engine in engines
         if part.attention is not None and not self.actor.attends:
             raise ConfigurationError(
-                f"attention {part.attention.name!r} works in verl's FSDP engine, and this strategy has another",
+                f"attention {part.attention.name!r} works in verl's FSDP and Megatron engines, and this strategy or"
+                " device has another",
                 found=self.config.actor.strategy,
                 where="actor_rollout_ref.actor.strategy",
                 remedy="actor_rollout_ref.actor.strategy=fsdp2, or leave metronome.attention out",
@@ -61,6 +68,10 @@ class MetronomeWorker(DetachActorWorker):
         if part.mode == "periodic":
             check_streaming(config, ours=part.loss is not None, distillation=self.distillation_enabled)
             self.actor.longest = int(self.config.rollout.response_length)
+            if config.strategy == "megatron":
+                from metronome_verl.megatron_accumulate import check_engine
+
+                check_engine(self.actor.engine)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     @DistProfiler.annotate(color="red", role="metronome_accumulate")
@@ -86,13 +97,14 @@ def check_streaming(config: Any, *, ours: bool, distillation: bool = False) -> N
         ours: whether the policy loss is a plug-in's rather than verl's.
         distillation: whether verl's distillation is on.
     """
-    if config.strategy not in ("fsdp", "fsdp2"):
+    if config.strategy == "megatron":
+        check_settings(config.megatron)
+    elif config.strategy not in ("fsdp", "fsdp2"):
         raise ConfigurationError(
-            "gradients of parts are added up in p.grad, and this engine keeps them elsewhere (Megatron: in its"
-            " gradient buffer, divided by the number of micro-batches)",
+            "it isn't known where this engine keeps the gradients of parts",
             found=config.strategy,
             where="actor_rollout_ref.actor.strategy",
-            remedy="actor_rollout_ref.actor.strategy=fsdp2, or metronome.rollout_source=synchronous",
+            remedy="actor_rollout_ref.actor.strategy=fsdp2 | fsdp | megatron, or metronome.rollout_source=synchronous",
         )
     mode = config.loss_agg_mode
     if mode != "token-sum" and mode not in NORMALISERS:

@@ -48,13 +48,16 @@ def run(
         typer.Option(metavar="RUN_FOLDER", help="Go on from this run's last checkpoint."),
     ] = None,
     output: _Output = None,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="A few steps with a tiny model on a CPU, where the host has such runs.")
+    ] = False,
 ) -> Job:
     """Run a recipe in its host."""
 
     def job() -> int:
         loaded = load_recipe(recipe, overrides or ())
         host = load_host(host_of(loaded, recipe))
-        return host.run(loaded, where=recipe, output=output, resume=resume, dry_run=dry_run)
+        return host.run(loaded, where=recipe, output=output, resume=resume, dry_run=dry_run, smoke=smoke)
 
     return job
 

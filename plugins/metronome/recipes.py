@@ -23,8 +23,20 @@ HOSTS = "metronome.hosts"
 class Host(Protocol):
     """What a host's module offers to the command line."""
 
-    def run(self, recipe: dict[str, Any], *, where: str, output: str | None, resume: str | None, dry_run: bool) -> int:
-        """Validates ``recipe`` and runs it; returns the exit code. ``where`` names the recipe in errors."""
+    def run(
+        self,
+        recipe: dict[str, Any],
+        *,
+        where: str,
+        output: str | None,
+        resume: str | None,
+        dry_run: bool,
+        smoke: bool,
+    ) -> int:
+        """Validates ``recipe`` and runs it; returns the exit code. ``where`` names the recipe in errors.
+
+        ``smoke`` asks for a short run with a tiny model on a CPU; a host without such runs refuses it.
+        """
 
     def compare(self, recipe: dict[str, Any], vary: tuple[str, list[str]], *, where: str, output: str | None) -> int:
         """Runs the same work once per value of the key ``vary[0]``; returns the exit code."""

@@ -94,15 +94,16 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_run_hands_the_recipe_to_its_host(installed: Any, recipe: str) -> None:
     host = use(installed)
-    assert main(["run", recipe, "lr=2e-5", "--dry-run", "a.b=c", "--output", "there", "--resume", "here"]) == 0
-    expected = {"where": recipe, "output": "there", "resume": "here", "dry_run": True}
+    arguments = ["lr=2e-5", "--dry-run", "a.b=c", "--output", "there", "--resume", "here", "--smoke"]
+    assert main(["run", recipe, *arguments]) == 0
+    expected = {"where": recipe, "output": "there", "resume": "here", "dry_run": True, "smoke": True}
     assert host.calls == [("run", {"host": "example", "lr": 2e-5, "a": {"b": "c"}}, expected)]
 
 
 def test_run_without_options_leaves_them_out(installed: Any, recipe: str) -> None:
     host = use(installed)
     assert main(["run", recipe]) == 0
-    assert host.calls[0][2] == {"where": recipe, "output": None, "resume": None, "dry_run": False}
+    assert host.calls[0][2] == {"where": recipe, "output": None, "resume": None, "dry_run": False, "smoke": False}
 
 
 def test_compare_hands_the_varied_key_to_the_host(installed: Any, recipe: str) -> None:

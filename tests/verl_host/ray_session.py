@@ -40,6 +40,7 @@ ENVIRONMENT = {
     "RAY_worker_register_timeout_seconds": "300",
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_raylet_start_wait_time_s": "300",
+    "RAY_memory_monitor_refresh_ms": "0",  # else a machine that is full of other work ends a run of ours
 }
 PORTS = (
     "--port",
@@ -239,6 +240,17 @@ def run_main_ppo(
     command += [
         f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" for name, value in (variables or {}).items()
     ]
+    return run_command(command, session, timeout=timeout, variables=variables)
+
+
+def run_command(
+    command: Sequence[str],
+    session: RaySession,
+    *,
+    timeout: float = 900,
+    variables: Mapping[str, str] | None = None,
+) -> Output:
+    """Runs ``command``, which starts ``main_ppo`` on ``session``, in the session's folder, and waits for its end."""
     begin = time.monotonic()
     driver = subprocess.Popen(
         command,

@@ -131,7 +131,8 @@ def test_a_worker_of_another_trainer_is_refused():
 
 @pytest.mark.parametrize("name", ["grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo"])
 def test_estimators_of_one_group_are_served_and_give_the_same_alone_and_in_a_batch(name):
-    arranged("+metronome.rollout_source=periodic", f"algorithm.adv_estimator={name}", *POOL)
+    one = "trainer.n_gpus_per_node=1"  # so that verl adds no rows: test_algorithms
+    arranged("+metronome.rollout_source=periodic", f"algorithm.adv_estimator={name}", one, *POOL)
     estimate = core_algos.get_adv_estimator_fn(name)
     draw = torch.Generator().manual_seed(0)
     rewards, mask = torch.randn(8, 5, generator=draw), torch.ones(8, 5)
@@ -169,3 +170,22 @@ def test_a_rollout_engine_that_follows_no_seeds_by_prompt_is_told():
     assert any("don't follow seeds" in note for note in found.notes)
     _, found = arranged("+metronome.rollout_source=periodic", *POOL, "actor_rollout_ref.rollout.name=metronome_hf")
     assert not any("don't follow seeds" in note for note in found.notes)
+
+
+def test_our_losses_take_verl_s_clip_and_say_so():
+    clip = ["actor_rollout_ref.actor.clip_ratio_low=0.1", "actor_rollout_ref.actor.clip_ratio_high=0.28"]
+    config, found = arranged("+metronome.loss=a3po", *clip)
+    options = worker_part(config.actor_rollout_ref).loss.options
+    assert (options.clip_low, options.clip_high, options.dual_clip) == (0.1, 0.28, None)
+    assert any("metronome.a3po.clip_high=0.28" in note for note in found.notes)
+    config, _ = arranged("+metronome.loss=ppo", *clip, "actor_rollout_ref.actor.clip_ratio_c=4")
+    options = worker_part(config.actor_rollout_ref).loss.options
+    assert (options.clip_low, options.clip_high, options.dual_clip) == (0.1, 0.28, 4.0)
+    config, found = arranged("+metronome.loss=a3po", *clip, "+metronome.a3po.clip_high=0.5")
+    assert worker_part(config.actor_rollout_ref).loss.options.clip_high == 0.5  # ours, where it is given
+
+
+def test_verl_s_other_policy_losses_beside_ours_are_refused():
+    with pytest.raises(ConfigurationError, match=r"takes the place of verl's policy loss.*'gspo'"):
+        arranged("+metronome.loss=a3po", "actor_rollout_ref.actor.policy_loss.loss_mode=gspo")
+    arranged("actor_rollout_ref.actor.policy_loss.loss_mode=gspo")

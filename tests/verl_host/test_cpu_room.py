@@ -6,12 +6,12 @@ import pytest
 
 pytest.importorskip("verl", reason="the verl adapter's tests need verl (requirements/verl.txt)")
 
-from metronome_verl.cpu import assets
 import torch
 from omegaconf import OmegaConf
 
 from metronome.errors import ConfigurationError, WorkerFailed
 from metronome_verl import cpu
+from metronome_verl.cpu import assets
 
 cpu.attach()
 

@@ -117,3 +117,27 @@ def test_only_the_trainers_first_rank_gives_a_board():
     assert actor == {"board": [board] * 2}
     assert rollout == {"board": [board] * 3}
     assert transport.RayTransport(1).prepare() is None
+
+
+@pytest.mark.parametrize("happens", ["lost", "repeated", "changed", "renamed"])
+def test_other_weights_than_were_sent_are_refused_before_they_are_installed(ends, monkeypatch, happens):
+    post, posted = transport.WeightBoard.post, []
+
+    async def spoiled(self, bucket):
+        posted.append(bucket)
+        weights = bucket[0]._value
+        if len(posted) == 2:
+            if happens == "lost":
+                return
+            if happens == "repeated":
+                await post(self, bucket)
+            if happens == "changed":
+                weights[0][1][0] += 1e-6
+            if happens == "renamed":
+                weights[0] = "z", weights[0][1]
+        await post(self, bucket)
+
+    monkeypatch.setattr(transport.WeightBoard, "post", spoiled)
+    with pytest.raises(WorkerFailed, match=r"other weights arrived than the trainer sent.*found .*, sent "):
+        published(ends, (WEIGHTS, 5, 5))
+    assert len(posted) == 2

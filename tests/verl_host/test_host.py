@@ -38,6 +38,14 @@ def test_a_method_that_is_gone_is_refused(monkeypatch):
         host.check_host()
 
 
+def test_a_run_with_another_verl_ends_before_anything_of_its_configuration_is_read(monkeypatch):
+    monkeypatch.setattr(host, "version", lambda name: "0.10.0")
+    with pytest.raises(
+        ConfigurationError, match=r"isn't tested.*found '?0\.10\.0.*in trainer\.v1.*to mend: pip install"
+    ):
+        MetronomeTrainer(None)
+
+
 def test_the_trainer_is_registered_once_under_its_name():
     register()
     register()
@@ -47,6 +55,6 @@ def test_the_trainer_is_registered_once_under_its_name():
 def test_a_sample_of_another_version_stops_a_period():
     tags = [{"min_global_steps": 3, "max_global_steps": 3}, {"is_padding": True}]
     check_versions(tags, 3, "here")
-    for other in ({"min_global_steps": 2, "max_global_steps": 3}, {"min_global_steps": None, "max_global_steps": None}):
-        with pytest.raises(VersionMismatch, match="another version"):
-            check_versions([*tags, other], 3, "here")
+    for first, last, words in ((2, 3, "another version"), (3, 4, "another version"), (None, None, "doesn't say which")):
+        with pytest.raises(VersionMismatch, match=words):
+            check_versions([*tags, {"min_global_steps": first, "max_global_steps": last}], 3, "here")

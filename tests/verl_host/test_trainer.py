@@ -1,6 +1,5 @@
 """What our trainers refuse, wait for, count, save and load: their real classes, without Ray, around small fakes."""
 
-import json
 import math
 import os
 import shutil
@@ -47,6 +46,7 @@ STEPPED = {
     "metronome/weights/lr": 1e-3,
     "metronome/loss/calls": 2,
     "metronome/attention/calls": 2,
+    "metronome/trained/tokens": 16,
 }
 
 
@@ -169,10 +169,12 @@ def test_while_verl_trains_the_critic_alone_no_hook_is_missed():
 # --- versions -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", [3, 5, None])
-def test_a_sample_of_another_version_stops_the_period_before_its_step(version):
+@pytest.mark.parametrize(
+    ("version", "words"), [*((v, r"another version.*\n?.*trained is 4") for v in (3, 5)), (None, "doesn't say which")]
+)
+def test_a_sample_of_another_version_stops_the_period_before_its_step(version, words):
     made = periodic({}, versions=(4, version))
-    with pytest.raises(VersionMismatch, match=r"another version.*\n?.*trained is 4"):
+    with pytest.raises(VersionMismatch, match=words):
         made.step({}, {})
     assert made.rows == []
 
@@ -272,16 +274,36 @@ def buffer(looks, running=("u",)):
 
 def test_groups_that_are_there_are_taken_at_once_and_never_more_than_missing(monkeypatch):
     clock = Clock(monkeypatch)
-    assert samples.wait_for_groups(buffer([({"a", "b", "c"}, {})]), 5, 2) == (2, {})
-    assert samples.wait_for_groups(buffer([({"a"}, {})], running=()), 5, 2) == (1, {})  # the last one has finished
+    assert samples.wait_for_groups(buffer([({"a", "b", "c"}, {})]), 5, 2) == (2, {}, 0.0)
+    assert samples.wait_for_groups(buffer([({"a"}, {})], running=()), 5, 2) == (1, {}, 0.0)  # the last one has finished
     assert clock.pauses == []
 
 
 def test_the_wait_looks_soon_then_less_often_and_keeps_what_was_evicted(monkeypatch):
     clock, name = Clock(monkeypatch), "training/filter_groups/evicted_samples"
-    looks = [(set(), {name: 2, "counts": {"0.0": 2}}), *[(set(), {})] * 6, ({"a"}, {name: 1, "counts": {"0.0": 1}})]
-    assert samples.wait_for_groups(buffer(looks), 5, 4) == (1, {name: 3, "counts": {"0.0": 3}})
-    assert clock.pauses == pytest.approx([0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5])
+    looks = [(set(), {name: 2, "counts": {"0.0": 2}}), *[(set(), {})] * 699]
+    looks.append(({"a"}, {name: 1, "counts": {"0.0": 1}}))
+    found = samples.wait_for_groups(buffer(looks), 5, 4)
+    assert found == (1, {name: 3, "counts": {"0.0": 3}}, pytest.approx(clock.pauses[-1]))
+    assert clock.pauses[:80] == pytest.approx([0.005] * 80)
+    assert clock.pauses == sorted(clock.pauses)
+    for place, pause in enumerate(clock.pauses):  # so a group lies finished for 1 % of the wait, or 5 ms
+        assert pause <= max(0.005, 0.01 * sum(clock.pauses[:place]) + 1e-9)
+    assert clock.pauses[-1] == 0.5
+
+
+def test_a_slow_look_is_followed_by_a_pause_as_long_and_counts_as_late(monkeypatch):
+    clock = Clock(monkeypatch)
+    looks = buffer([(set(), {}), ({"a"}, {})])
+    look = looks.wait_for_sampleable
+
+    def slow(*arguments):
+        clock.now += 0.25
+        return look(*arguments)
+
+    looks.wait_for_sampleable = slow
+    assert samples.wait_for_groups(looks, 5, 4) == (1, {}, 0.5)
+    assert clock.pauses == [0.25]
 
 
 def test_nothing_running_and_nothing_finished_is_an_error_at_once(monkeypatch):
@@ -307,11 +329,12 @@ def queue(monkeypatch, metrics=True):
     spent = {"a_0_0": 1.0, "a_1_0": 4.0, "b_0_0": 2.0, "b_1_0": 0.5}
 
     def kv_batch_get(keys, partition_id, select_fields):
-        assert (partition_id, select_fields) == ("train", ["rm_scores", "metrics"])
+        assert partition_id == "train"
+        assert {"rm_scores", "loss_mask", "metrics"} < set(select_fields)
         rows = [torch.tensor(scores[key]) for key in keys]
-        data = TensorDict(
-            {"rm_scores": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}, batch_size=[len(keys)]
-        )
+        columns = {"rm_scores": rows, "loss_mask": [torch.ones(len(row), dtype=torch.long) for row in rows]}
+        columns = {name: torch.nested.as_nested_tensor(of, layout=torch.jagged) for name, of in columns.items()}
+        data = TensorDict(columns, batch_size=[len(keys)])
         if metrics:
             found = [NonTensorData({"generate_sequences": spent[key], "tool_calls": 0.0}) for key in keys]
             data["metrics"] = NonTensorStack.from_list(found)
@@ -352,73 +375,6 @@ def test_the_controller_sets_g_and_prompts_and_reports(monkeypatch, capsys):
     unowned.config.actor_rollout_ref.rollout.n = 7
     assert unowned._begin_step() == 2
     assert unowned.config.actor_rollout_ref.rollout.n == 7
-
-
-# --- state --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def checkpoints(monkeypatch, tmp_path):
-    """verl's saving and loading: the tracker file, and the step."""
-
-    def save(self):
-        folder = Path(self.config.trainer.default_local_dir)
-        assert (folder / f"global_step_{self.global_steps}" / "metronome.json").is_file()  # ours is there first
-        (folder / "latest_checkpointed_iteration.txt").write_text(str(self.global_steps))
-
-    def load(self):
-        tracker = Path(self.config.trainer.default_local_dir) / "latest_checkpointed_iteration.txt"
-        self.global_steps = int(tracker.read_text()) if tracker.is_file() else 0
-
-    monkeypatch.setattr(PPOTrainer, "_save_checkpoint", save)
-    monkeypatch.setattr(PPOTrainer, "_load_checkpoint", load)
-    return tmp_path
-
-
-def test_controller_and_rollout_source_are_saved_and_loaded(checkpoints, monkeypatch):
-    made = trainer(PeriodicTrainer, "periodic", SAGC, checkpoints)
-    made.config.actor_rollout_ref.rollout.n = 2
-    made._observe(queue(monkeypatch), {}, 0.25)
-    made._save_checkpoint()
-    state = made.controller.state_dict()
-    assert json.loads((checkpoints / "global_step_5" / "metronome.json").read_text())["group_controller"] == state
-    other = trainer(PeriodicTrainer, "periodic", SAGC, checkpoints)
-    assert other.controller.state_dict() != state
-    loaded = []
-    monkeypatch.setattr(type(other.arranged.selection.rollout_source), "load_state_dict", lambda _, s: loaded.append(s))
-    other._load_checkpoint()
-    assert other.global_steps == 5
-    assert other.controller.state_dict() == state
-    assert loaded == [made.arranged.selection.rollout_source.state_dict()]
-
-
-def test_a_checkpoint_is_found_by_its_path(checkpoints, monkeypatch):
-    made = trainer(PeriodicTrainer, "periodic", SAGC, checkpoints)
-    made.config.actor_rollout_ref.rollout.n = 2
-    made._observe(queue(monkeypatch), {}, 0.25)
-    made._save_checkpoint()
-    other = trainer(PeriodicTrainer, "periodic", SAGC, checkpoints / "elsewhere")
-    other.config.trainer.resume_mode = "resume_path"
-    other.config.trainer.resume_from_path = str(checkpoints / "global_step_5")
-    monkeypatch.setattr(PPOTrainer, "_load_checkpoint", lambda self: setattr(self, "global_steps", 5))
-    other._load_checkpoint()
-    assert other.controller.state_dict() == made.controller.state_dict()
-
-
-def test_a_checkpoint_without_the_controller_s_state_is_refused(checkpoints):
-    trainer(PeriodicTrainer, "periodic", SAGC, checkpoints)._load_checkpoint()  # from scratch
-    made = trainer(PeriodicTrainer, "periodic", SAGC, checkpoints)
-    made._save_checkpoint()
-    (checkpoints / "global_step_5" / "metronome.json").unlink()
-    with pytest.raises(ConfigurationError, match="no state of the group controller"):
-        made._load_checkpoint()
-    trainer(PeriodicTrainer, "periodic", {}, checkpoints)._load_checkpoint()  # verl's own G
-
-
-def test_another_controller_than_the_checkpoint_s_starts_anew_and_says_so(checkpoints, capsys):
-    trainer(PeriodicTrainer, "periodic", {}, checkpoints)._save_checkpoint()
-    trainer(PeriodicTrainer, "periodic", SAGC, checkpoints)._load_checkpoint()
-    assert "group controller sagc starts anew: the checkpoint is of fixed" in capsys.readouterr().out
 
 
 # --- G and the ranks ----------------------------------------------------------------------------------

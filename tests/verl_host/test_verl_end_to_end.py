@@ -7,9 +7,10 @@ import pytest
 pytest.importorskip("verl", reason="the verl adapter's tests need verl (requirements/verl.txt)")
 pytest.importorskip("transfer_queue", reason="verl's V1 trainer needs TransferQueue (requirements/verl.txt)")
 
-from metronome_verl.cpu import assets
 import ray_session
 from ray_session import run_main_ppo
+
+from metronome_verl.cpu import assets
 
 pytestmark = pytest.mark.slow
 
@@ -142,7 +143,9 @@ def test_a3po_trains_samples_that_are_two_versions_old_in_bounded_mode(tiny, ses
         "+metronome.loss=a3po",
         "trainer.v1.separate_async.num_warmup_batches=2",
         "trainer.v1.separate_async.parameter_sync_step=1",
-        "trainer.total_training_steps=4",
+        # 3 s a response: longer than an update, so that requests run at publications
+        "actor_rollout_ref.rollout.engine_kwargs.metronome_hf.seconds_per_token=0.2",
+        "trainer.total_training_steps=6",
     ]
     output = run_main_ppo(overrides(tiny, *POOL, *ours), session, timeout=840)
     assert output.returncode == 0, output.tail()
@@ -152,3 +155,6 @@ def test_a3po_trains_samples_that_are_two_versions_old_in_bounded_mode(tiny, ses
     stale = output.metrics[staleness.index(2)]
     assert stale["metronome/loss/off_behavior"] > 0  # the proximal policy isn't the behaviour policy there
     assert stale["metronome/loss/calls"] > 0
+    # in_flight=resume, the default: a response has tokens of two versions at least, and the version of each is known
+    assert max(step["training/off_policy/trajectory_spans/max"] for step in output.metrics) >= 2
+    assert all(step["metronome/loss/version_unknown"] == 0 for step in output.metrics)

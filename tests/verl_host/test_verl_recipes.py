@@ -1,5 +1,7 @@
 """Every recipe with every overlay is one that verl's own configuration and our trainer accept; bad ones say why."""
 
+import os
+import tempfile
 from itertools import product
 from pathlib import Path
 
@@ -10,7 +12,7 @@ pytest.importorskip("verl", reason="the verl adapter's tests need verl (requirem
 from metronome.errors import ConfigurationError
 from metronome.recipes import override, parse_yaml
 from metronome_verl import run as host
-from metronome_verl.command import overrides_of, spelt, validate, verl_config_folder
+from metronome_verl.command import spelt
 from metronome_verl.recipe import parse_recipe, settings_of, typed_settings
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "verl"
@@ -25,24 +27,38 @@ def read(name, *overrides):
     return recipe, str(path)
 
 
-def composed(name, *overrides):
+def composed(name, *overrides, assets=None):
     recipe, where = read(name, *overrides)
     parsed = parse_recipe(recipe, where)
-    return settings_of(parsed, typed_settings(recipe, where))
+    return settings_of(parsed, typed_settings(recipe, where), assets)
 
 
 def variants():
     for path in RECIPES:
         overlays = parse_yaml(path.read_text(encoding="utf-8"), str(path))["overlays"]
         for name, smoke in product(["", *overlays], [False, True]):
-            yield pytest.param(
-                path.stem, [part for part in (name, "smoke" if smoke else "") if part], id=f"{path.stem}-{name}-{smoke}"
-            )
+            yield pytest.param(path.stem, name, smoke, id=f"{path.stem}-{name or 'plain'}{'-smoke' if smoke else ''}")
+
+
+DEFAULTS = {"output": None, "resume": None, "smoke": False}
+
+
+def run(name, *overrides, **others):
+    recipe, where = read(name, *overrides)
+    return host.run(recipe, where=where, **(DEFAULTS | {"dry_run": False} | others))
 
 
 def dry(name, *overrides, **others):
-    recipe, where = read(name, *overrides)
-    return host.run(recipe, where=where, dry_run=True, **({"output": None, "resume": None} | others))
+    return run(name, *overrides, dry_run=True, **others)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What would have been started; no Ray is named by the environment."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    calls = []
+    monkeypatch.setattr(host, "_start", lambda command, environment: calls.append((command, environment)) or 3)
+    return calls
 
 
 def test_every_row_has_its_recipe_and_its_variants():
@@ -65,37 +81,41 @@ def test_every_row_has_its_recipe_and_its_variants():
         assert parsed.paper.ours
 
 
-@pytest.mark.parametrize(("name", "overlays"), list(variants()))
-def test_verl_s_configuration_and_our_trainer_accept_every_variant(name, overlays):
-    args, block = composed(name, f"overlay=[{','.join(overlays)}]", "assets=tiny")
-    folder = verl_config_folder()
-    assert folder is not None
-    validate(overrides_of(args, block), folder, name)
-    if "smoke" in overlays:
-        assert args["trainer.device"] == "cpu"
-        assert args["actor_rollout_ref.model.path"] == str(Path("tiny").absolute() / "model")
+@pytest.mark.parametrize(("name", "overlay", "smoke"), list(variants()))
+def test_verl_s_configuration_and_our_trainer_accept_every_variant(name, overlay, smoke, capsys):
+    chosen = [f"overlay={overlay}"] if overlay else []
+    assert dry(name, *chosen, smoke=smoke) == 0
+    assert "Nothing was started." in capsys.readouterr().out
+    args, block = composed(name, *chosen, assets=Path("/tiny") if smoke else None)
+    assert "{assets}" not in str(args)
     assert "~" not in str(args)  # verl doesn't expand it
+    if smoke:
+        assert args["trainer.device"] == "cpu"
+        assert args["actor_rollout_ref.model.path"] == "/tiny/model"
+        assert args["actor_rollout_ref.rollout.nnodes"] == (block.get("rollout_source", "synchronous") != "synchronous")
 
 
-def test_a_dry_run_prints_the_command_and_starts_nothing(capsys, monkeypatch):
-    monkeypatch.setattr(host, "_start", lambda *_: pytest.fail("started"))
-    assert dry("all_four", "overlay=smoke", "assets=tiny", output="out") == 0
+def test_a_dry_run_prints_the_command_and_starts_nothing(capsys, started, tmp_path):
+    assert dry("all_four", smoke=True, output=str(tmp_path / "out")) == 0
     said = capsys.readouterr().out
-    assert "VERL_PLATFORM=cpu python -m verl.trainer.main_ppo" in said
+    assert "VERL_PLATFORM=cpu OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 python -m verl.trainer.main_ppo" in said
     for part in ("trainer.v1.trainer_mode=metronome", "+metronome.loss=a3po", "+metronome.sagc.sizes=[2,4]"):
         assert part in said
-    assert f"trainer.default_local_dir={Path('out').absolute()}" in said
+    assert f"trainer.default_local_dir={tmp_path / 'out'}" in said
+    assert f"data: python -m metronome_verl.cpu.assets {tmp_path / 'out' / 'smoke'}" in said
+    assert "gsm8k.py" not in said  # the recipe's own data aren't needed
     assert "hybrid_engine=False" in said  # what our trainer will set besides
     assert "Nothing was started." in said
+    assert not started
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_verl_a_dry_run_says_that_nothing_was_validated_and_a_run_is_refused(capsys, monkeypatch):
     monkeypatch.setattr(host, "verl_config_folder", lambda: None)
     assert dry("sagc") == 0
     assert "not validated" in capsys.readouterr().out
-    recipe, where = read("sagc")
     with pytest.raises(ConfigurationError, match=r"metronome-rl\[verl\]"):
-        host.run(recipe, where=where, output=None, resume=None, dry_run=False)
+        run("sagc")
 
 
 def test_the_command_line_has_the_last_word_over_overlays():
@@ -108,31 +128,76 @@ def test_the_command_line_has_the_last_word_over_overlays():
     assert args["actor_rollout_ref.rollout.n"] == 8
 
 
-def test_a_run_starts_verl_s_main_and_returns_its_exit_code(tmp_path, monkeypatch):
-    started = []
-    monkeypatch.setattr(host, "_start", lambda command, environment: started.append((command, environment)) or 3)
-    for name in ("model", "train.parquet", "validation.parquet", "reward.py"):
-        (tmp_path / name).touch()
-    recipe, where = read("a3po_setup1", "overlay=smoke", f"assets={tmp_path}")
-    assert host.run(recipe, where=where, output=None, resume=None, dry_run=False) == 3
+def test_a_run_starts_verl_s_main_and_returns_its_exit_code(started):
+    assert run("a3po_setup1") == 3
     [(command, environment)] = started
     assert command[1:3] == ["-m", "verl.trainer.main_ppo"]
     assert "+metronome.a3po.clip_low=0.4" in command
+    assert not [one for one in command if "ray_kwargs" in one]
+    assert environment == dict(os.environ)
+
+
+def test_a_smoke_run_makes_its_model_and_data_and_starts_a_ray_of_its_own(started, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # Ray would refuse to pretend more
+    monkeypatch.setenv("RAY_worker_register_timeout_seconds", "7")
+    assert run("all_four", "overlay=bounded", smoke=True) == 3
+    [folder] = tmp_path.iterdir()
+    assert {one.name for one in folder.iterdir()} == {"model", "train.parquet", "validation.parquet", "reward.py"}
+    assert str(folder) in capsys.readouterr().out
+    [(command, environment)] = started
+    assert f"actor_rollout_ref.model.path={folder / 'model'}" in command
+    assert f"hydra.run.dir={folder / 'hydra'}" in command  # not below the folder where the user stands
+    assert "+metronome.rollout_source=bounded" in command
+    assert {"+ray_kwargs.ray_init.address=local", "+ray_kwargs.ray_init.num_gpus=2"} <= {*command}
     assert environment["VERL_PLATFORM"] == "cpu"
+    assert environment["RAY_agent_register_timeout_ms"] == "300000"
+    assert environment["RAY_worker_register_timeout_seconds"] == "7"  # the user's own
+    assert "CUDA_VISIBLE_DEVICES" not in environment
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_a_smoke_run_takes_a_running_ray_and_tells_its_workers_about_the_cpu(by_key, started, tmp_path, monkeypatch):
+    named = ["args.+ray_kwargs.ray_init.address=127.0.0.1:6379"] if by_key else []
+    if not by_key:
+        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    run("long_prompt", *named, smoke=True, output=str(tmp_path))
+    [(command, environment)] = started
+    of_ray = [one for one in command if "ray_init" in one and "runtime_env" not in one]
+    # Ray refuses numbers of devices beside an address
+    assert of_ray == (["+ray_kwargs.ray_init.address='127.0.0.1:6379'"] if by_key else [])
+    assert "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM=cpu" in command
+    assert "RAY_AUTH_MODE" not in {*environment} - {*os.environ}
+
+
+def test_a_smoke_run_takes_the_user_s_model_and_data_and_names_a_part_that_lacks(started, tmp_path):
+    for name in ("model", "train.parquet", "validation.parquet", "reward.py"):
+        (tmp_path / name).touch()
+    assert run("sagc", f"assets={tmp_path}", smoke=True, output=str(tmp_path / "out")) == 3
+    assert f"data.train_files={tmp_path / 'train.parquet'}" in started[0][0]
+    assert not (tmp_path / "out").exists()  # nothing was made
     (tmp_path / "reward.py").unlink()
-    with pytest.raises(ConfigurationError, match=r"reward\.py"):
-        host.run(recipe, where=where, output=None, resume=None, dry_run=False)
+    with pytest.raises(ConfigurationError, match=r"no reward\.py"):
+        run("sagc", f"assets={tmp_path}", smoke=True)
+    with pytest.raises(ConfigurationError, match="--smoke"):
+        run("sagc", f"assets={tmp_path}")
     assert len(started) == 1
+
+
+def test_a_folder_that_can_t_be_written_is_one_clear_error(started, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match=r"can't be written.*--output FOLDER"):
+        run("sagc", smoke=True, output=str(tmp_path / "file" / "below"))
+    assert not started
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (["overlay=nppu"], "npu"),
-        (["overlay=smoke"], "assets=FOLDER"),
+        (["overlay=smoke"], "--smoke"),
         (["argz.a=1"], "did you mean 'args'|args"),
         (["paper.rows=1"], "row"),
-        (["overlays.smoke={}"], "CPU room"),
         (["args.data.train_batch_sise=4"], "train_batch_sise"),
         (["args.model_engine=fspd"], "fspd"),
         (["metronome.group_controler=fixed"], "group_controller"),
@@ -152,13 +217,12 @@ def test_batches_that_verl_s_separate_trainer_would_stop_at_are_refused_before()
         dry("a3po_setup1", "args.data.train_batch_size=128")
 
 
-def test_folders_that_contradict_and_checkpoints_that_are_not_there_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(host, "_start", lambda *_: pytest.fail("started"))
+def test_folders_that_contradict_and_checkpoints_that_are_not_there_are_refused(tmp_path, started):
     with pytest.raises(ConfigurationError, match="leave --output out"):
         dry("sagc", output="a", resume="b")
-    recipe, where = read("sagc")
     with pytest.raises(ConfigurationError, match="global_step_N"):
-        host.run(recipe, where=where, output=None, resume=str(tmp_path), dry_run=False)
+        run("sagc", resume=str(tmp_path))
+    assert not started
 
 
 def test_compare_is_refused_with_the_reason():

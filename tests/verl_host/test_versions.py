@@ -110,18 +110,61 @@ def test_turns_of_one_request_add_to_the_first_turn_s_spans_and_keep_their_own()
 
     first, second = asyncio.run(turns())
     assert second.extra_fields[SPANS] == [[1, 1], [2, 2]]
-    assert first.extra_fields[SPANS] == [[1, 3], [2, 2]]
+    assert first.extra_fields[SPANS] == [[1, 2], [1, 0], [1, 1], [2, 2]]
     # a tool's three tokens stand between the turns; the tool agent keeps the first turn's extra fields
     mask = [1, 1, 0, 0, 0, 1, 1, 1]
     assert token_versions(first.extra_fields, 8, mask) == [1, 1, -1, -1, -1, 1, 2, 2]
 
 
+def test_a_row_that_begins_with_a_later_turn_has_that_turn_s_versions_and_those_after_it():
+    made = client(Server((1, 2, "completed"), (2, 3, "completed"), (3, 1, "completed")))
+
+    async def turns():
+        return [await generate(made) for _ in range(3)]
+
+    first, second, third = asyncio.run(turns())
+    # one row of the first turn, one of the other two with a tool's token between
+    assert token_versions(first.extra_fields, 2, [1, 1]) == [1, 1]
+    assert token_versions(second.extra_fields, 5, [1, 1, 1, 0, 1]) == [2, 2, 2, -1, 3]
+    with pytest.raises(VersionMismatch, match="extra_fields of its first turn"):
+        token_versions(third.extra_fields, 5, [1, 1, 1, 0, 1])
+
+
+def test_requests_of_one_trajectory_at_the_same_time_are_no_turns_of_each_other():
+    made = client(Server((1, 2, "completed"), (1, 3, "completed"), (2, 1, "completed")))
+
+    async def branches():
+        first, second = await asyncio.gather(generate(made), generate(made))
+        return first, second, await generate(made)
+
+    first, second, _ = asyncio.run(branches())
+    assert first.extra_fields[SPANS] == [[1, 2], [2, 0], [2, 1]]
+    assert second.extra_fields[SPANS] == [[1, 3], [2, 0], [2, 1]]
+
+
+def test_tokens_taken_off_a_turn_s_end_do_not_shift_the_versions_of_the_next():
+    # verl's GLM and Gemma templates drop a turn's last tokens before a tool's; the mask says where the turn ends
+    spans = [[1, 2], [2, 2], [3, 0], [3, 3]]
+    assert token_versions({SPANS: spans}, 8, [1, 1, 1, 0, 0, 1, 1, 1]) == [1, 1, 2, -1, -1, 3, 3, 3]
+    assert token_versions({SPANS: spans}, 7, [1, 1, 1, 0, 0, 1, 1]) == [1, 1, 2, -1, -1, 3, 3]  # and cut off at the end
+    assert token_versions({SPANS: spans}, 7, [1] * 7) == [1, 1, 2, 2, 3, 3, 3]  # no tool between the turns
+    flat = [span for span in spans if span[1]]  # without the mark of a turn the next one would begin too early
+    assert token_versions({SPANS: flat}, 8, [1, 1, 1, 0, 0, 1, 1, 1]) == [1, 1, 2, -1, -1, 2, 3, 3]
+
+
+def test_a_segment_aborted_before_its_first_token_is_no_version_of_the_response():
+    output = asyncio.run(generate(client(Server((3, 0, "aborted"), (4, 2, "completed")))))
+    assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (4, 4)
+    theirs = asyncio.run(generate(client(Server((3, 0, "aborted"), (4, 2, "completed")), FullyAsyncLLMServerClient)))
+    assert theirs.extra_fields["min_global_steps"] == 3
+
+
 def test_spans_die_with_their_trajectory():
     output = asyncio.run(generate(client(Server((1, 2, "completed"))), "short-lived"))
-    assert "short-lived" in recorded._first_turn
+    assert "short-lived" in recorded._turns
     del output
     gc.collect()
-    assert "short-lived" not in recorded._first_turn
+    assert "short-lived" not in recorded._turns
 
 
 def test_spans_survive_verl_s_agent_output_and_the_client_travels_to_another_process():

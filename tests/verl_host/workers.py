@@ -19,6 +19,7 @@ from metronome_verl import cpu
 cpu.attach()
 
 VOCABULARY = 97
+LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 
 
 def ready(rank=0, world=1, store=None):
@@ -88,8 +89,8 @@ def actor_config(strategy="fsdp2", **options):
     )
 
 
-def worker(strategy="fsdp2", lr=1e-2, **options):
-    """Our worker around verl's engine, with the tiny model loaded."""
+def worker(strategy="fsdp2", lr=1e-2, model_options=None, **options):
+    """Our worker around verl's engine, with the tiny model loaded; ``model_options`` are of verl's HFModelConfig."""
     ready()
     import torch.distributed.fsdp._init_utils as fsdp1
 
@@ -105,6 +106,7 @@ def worker(strategy="fsdp2", lr=1e-2, **options):
         use_remove_padding=True,
         enable_gradient_checkpointing=False,
         override_config={"attn_implementation": "sdpa"},
+        **(model_options or {}),
     )
     made = AccumulatingWorker(
         TrainingWorkerConfig(
@@ -204,6 +206,31 @@ def weights(made):
     """The parameters, one vector."""
     values = [p.detach() for p in made.engine.module.parameters()]
     return torch.cat([(v.full_tensor() if hasattr(v, "full_tensor") else v).flatten() for v in values]).clone()
+
+
+def fill(made, scale):
+    """Values for LoRA's B, which starts at zero: that would hide the gradient of A and make the adapter nothing."""
+    draw = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in made.engine.module.named_parameters():
+            if "lora_B" in name:
+                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                local.copy_(scale * torch.randn(local.shape, generator=draw))
+
+
+def merged(made):
+    """Base plus adapter by name, as a model without LoRA calls its weights."""
+    full = {
+        name.removeprefix("base_model.model."): (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for name, p in made.engine.module.named_parameters()
+    }
+    found = {name.replace(".base_layer", ""): value for name, value in full.items() if "lora_" not in name}
+    for name in list(found):
+        layer = name.removesuffix(".weight")
+        if f"{layer}.lora_A.default.weight" in full:
+            change = full[f"{layer}.lora_B.default.weight"] @ full[f"{layer}.lora_A.default.weight"]
+            found[name] += LORA["lora_alpha"] / LORA["lora_rank"] * change
+    return found
 
 
 @contextmanager

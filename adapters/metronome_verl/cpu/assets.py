@@ -1,16 +1,27 @@
-"""A tiny model, its tokenizer, data and a reward function in a folder: made here, the same every time, no network."""
+"""A tiny model, its tokenizer, data and a reward function in a folder: made here, the same every time, no network.
+
+``python -m metronome_verl.cpu.assets FOLDER`` makes them by hand.
+"""
 
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from metronome.errors import ConfigurationError
 
 SPECIAL = ("<pad>", "<|im_start|>", "<|im_end|>")
+"""The tokens of the tokenizer that aren't bytes."""
+
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+"""The chat template."""
+
 REWARD = '''"""A reward that varies with a random model: the share of digits, and whether the sum is there."""
 
 
@@ -19,6 +30,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **ot
     right = float(str(ground_truth) in solution_str)
     return {"score": digits / max(1, len(solution_str)) + right, "acc": right}
 '''
+"""The text of ``reward.py``."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +44,30 @@ class Assets:
 
 
 def make(folder: Path, *, hidden: int = 64, layers: int = 2) -> Assets:
-    """Writes everything into ``folder``; the model is a Qwen2 of about 90,000 parameters."""
+    """Writes everything into ``folder``; the model is a Qwen2 of about 90,000 parameters.
+
+    Raises ConfigurationError when the folder can't be written.
+    """
     found = Assets(folder / "model", folder / "train.parquet", folder / "validation.parquet", folder / "reward.py")
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer()
-    tokenizer.save_pretrained(found.model)
-    _save_model(found.model, tokenizer, hidden, layers)
-    _save_rows(found.train, 64, seed=0)
-    _save_rows(found.validation, 4, seed=1)
-    found.reward.write_text(REWARD)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        found.reward.write_text(REWARD, encoding="utf-8")
+        _save_rows(found.train, 64, seed=0)
+        _save_rows(found.validation, 4, seed=1)
+        tokenizer = _tokenizer()
+        tokenizer.save_pretrained(found.model)
+        _save_model(found.model, tokenizer, hidden, layers)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the tiny model and its data can't be written: {error.strerror or error}",
+            found=str(folder),
+            where="the folder of a smoke run",
+            remedy="--output FOLDER, one that you may write",
+        ) from None
     return found
 
 
-def _tokenizer():
+def _tokenizer() -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -64,7 +87,7 @@ def _tokenizer():
     return tokenizer
 
 
-def _save_model(folder: Path, tokenizer, hidden: int, layers: int) -> None:
+def _save_model(folder: Path, tokenizer: Any, hidden: int, layers: int) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -89,10 +112,10 @@ def _save_model(folder: Path, tokenizer, hidden: int, layers: int) -> None:
 
 
 def _save_rows(path: Path, rows: int, seed: int) -> None:
-    import pandas
+    from pyarrow import Table, parquet
 
     draw = random.Random(seed)
-    made = []
+    made: list[dict[str, Any]] = []
     for index in range(rows):
         left, right = draw.randint(0, 9), draw.randint(0, 9)
         made.append(
@@ -104,4 +127,10 @@ def _save_rows(path: Path, rows: int, seed: int) -> None:
                 "extra_info": {"index": index, "split": "train"},
             }
         )
-    pandas.DataFrame(made).to_parquet(path)
+    parquet.write_table(Table.from_pylist(made), path)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m metronome_verl.cpu.assets FOLDER")
+    print(make(Path(sys.argv[1])))

@@ -7,6 +7,7 @@ For placements where rollout has workers of its own. Importing this module regis
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -20,6 +21,22 @@ from metronome.errors import ConfigurationError, VersionMismatch, WorkerFailed
 from . import TRANSPORT
 
 
+class Digest:
+    """BLAKE2 of weights in their order: names, types, shapes and values."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Takes one weight that lies on the CPU."""
+        self._hash.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        self._hash.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def text(self) -> str:
+        """What was taken so far, in hexadecimal."""
+        return self._hash.hexdigest()
+
+
 class WeightBoard:
     """Where one publication's buckets are posted: references into the object store, in order, and how it ended."""
 
@@ -31,6 +48,7 @@ class WeightBoard:
         self._open, self._done = is_open, False
         self._buckets: list[Any] = []
         self._error: str | None = None
+        self._digest = ""
         self._version = version
 
     async def open(self, version: int | None) -> None:
@@ -45,10 +63,10 @@ class WeightBoard:
             self._buckets += bucket
             self._posted.notify_all()
 
-    async def close(self, error: str | None = None) -> None:
-        """Ends the publication, with the sender's error if it failed."""
+    async def close(self, error: str | None = None, digest: str = "") -> None:
+        """Ends the publication, with the sender's error if it failed, else with the digest of all it sent."""
         async with self._posted:
-            self._done, self._error = True, error
+            self._done, self._error, self._digest = True, error, digest
             self._posted.notify_all()
 
     async def clear(self) -> None:
@@ -61,6 +79,10 @@ class WeightBoard:
         async with self._posted:
             await self._posted.wait_for(lambda: self._open and (self._done or place < len(self._buckets)))
             return self._version, self._error, self._buckets[place : place + 1]
+
+    async def digest(self) -> str:
+        """That of a publication which has ended."""
+        return self._digest
 
 
 @CheckpointEngineRegistry.register(TRANSPORT)
@@ -115,12 +137,14 @@ class RayTransport(CheckpointEngine):
         if self._master:
             await self._board.open.remote(global_steps)
         tensors = size = held = 0
+        digest = Digest()
         bucket: list[tuple[str, torch.Tensor]] = []
         try:
             async for name, tensor in ensure_async_iterator(weights):
                 if not self._master:
                     continue
                 bucket.append((name, tensor.detach().to("cpu", copy=True)))
+                digest.add(*bucket[-1])
                 tensors, size, held = tensors + 1, size + tensor.nbytes, held + tensor.nbytes
                 if held >= self._bucket_size:
                     await self._board.post.remote([ray.put(bucket)])
@@ -133,7 +157,7 @@ class RayTransport(CheckpointEngine):
             raise
         if not self._master:
             return {}
-        await self._board.close.remote()
+        await self._board.close.remote(digest=digest.text())
         return {f"{TRANSPORT}/tensors": float(tensors), f"{TRANSPORT}/bytes": float(size)}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
@@ -141,9 +165,9 @@ class RayTransport(CheckpointEngine):
 
         Raises:
             VersionMismatch: another publication is on the board.
-            WorkerFailed: the sender failed, or closed without a weight.
+            WorkerFailed: the sender failed or closed without a weight, or something else arrived than it sent.
         """
-        place = 0
+        place, digest = 0, Digest()
         while True:
             version, error, references = await self._board.bucket.remote(place)
             if error is not None:
@@ -158,9 +182,17 @@ class RayTransport(CheckpointEngine):
             if not references:
                 break
             for name, tensor in await references[0]:
+                digest.add(name, tensor)
                 yield name, tensor
             place += 1
         if place == 0:
             raise WorkerFailed(
                 "the sender published no weight", where=TRANSPORT, remedy="see the trainer's log for its weights"
+            )
+        if digest.text() != (sent := await self._board.digest.remote()):
+            raise WorkerFailed(
+                "other weights arrived than the trainer sent",
+                found=f"{digest.text()}, sent {sent}",
+                where=TRANSPORT,
+                remedy="report this: a bucket was lost, repeated or changed on its way",
             )
