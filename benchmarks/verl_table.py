@@ -37,7 +37,7 @@ def periodic(found: Mapping[str, Any]) -> str:
         "periodic": "ours, periodic",
         "separate": "verl's separate trainer, synchronous, as it is",
         "separate_short_poll": "the same, looking for groups every 20 ms instead of 2 s",
-        "colocated": "verl's colocated trainer, as it is",
+        "colocated": "verl's colocated trainer (one device instead of two), as it is",
         "colocated_short_poll": "the same, looking every 20 ms",
     }
     parts = ("step", "generation", "training", "publish", "rest")

@@ -100,6 +100,7 @@ def measure(shape: Sequence[int], layers: int, repeats: int, threads: int) -> di
         },
         repeats,
         once="packed",
+        warm=True,  # by the updates
     )
     fed, separate = (metrics["shared"][f"metronome/attention/{key}"] for key in ("tokens_fed", "tokens_separate"))
     return {
@@ -121,10 +122,15 @@ def measure(shape: Sequence[int], layers: int, repeats: int, threads: int) -> di
     }
 
 
-def in_turns(ways: Mapping[str, Callable[[], object]], repeats: int, once: str = "") -> dict[str, list[float]]:
-    """Wall seconds of each way, ``repeats`` times in turns after a warm-up; the way ``once`` runs in one turn only."""
+def in_turns(
+    ways: Mapping[str, Callable[[], object]], repeats: int, *, once: str = "", warm: bool = False
+) -> dict[str, list[float]]:
+    """Wall seconds of each way, ``repeats`` times in turns, after a round that isn't counted unless they are ``warm``.
+
+    The way ``once`` runs in one turn only.
+    """
     found: dict[str, list[float]] = {name: [] for name in ways}
-    for repeat in range(repeats + 1):
+    for repeat in range(int(warm), repeats + 1):
         for name, way in ways.items():
             if name == once and repeat != 1:
                 continue
