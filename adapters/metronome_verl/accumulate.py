@@ -27,18 +27,11 @@ from metronome.errors import MetronomeError
 from metronome.periodic.normalizer import Counts, StreamingNormalizer
 from metronome_verl.level import everywhere, levelled
 from metronome_verl.loss import PROGRESS, ROW, HostLoss
+from metronome_verl.streaming import NORMALISERS
 from metronome_verl.weights import Movement
 
 if TYPE_CHECKING:
     from metronome_verl.megatron_accumulate import BufferedGradients
-
-NORMALISERS = {
-    "token-mean": "token-mean",
-    "seq-mean-token-mean": "seq-mean",
-    "seq-mean-token-sum": "seq-mean-token-sum",
-    "seq-mean-token-sum-norm": "dr-grpo",
-}
-"""verl's ``loss_agg_mode`` and the core's name for it; ``token-sum`` has no denominator and needs no rescaling."""
 
 
 @dataclass

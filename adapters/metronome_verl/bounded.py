@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import transfer_queue as tq
@@ -51,7 +52,6 @@ class BoundedTrainer(MetronomeTrainer, PPOTrainerSeparateAsync):
     def _build_replay_buffer(self) -> Any:
         buffer = super()._build_replay_buffer()
         buffer.__class__ = VerdictBuffer
-        buffer.max_off_policy_threshold = None  # one owner of admission: the verdict above
         buffer.rollout_source = self.arranged.selection.rollout_source
         buffer.poll_interval = 0.05
         buffer.refill_fn = self._replace
@@ -100,7 +100,10 @@ class BoundedTrainer(MetronomeTrainer, PPOTrainerSeparateAsync):
         prompts, usual = self._begin_step(), int(self.config.data.train_batch_size)
         if prompts != usual:
             raise fixed_prompts_only(f"{prompts} prompts instead of {usual}")
+        started = time.perf_counter()
         batch = super().step(metrics, timing_raw)
+        seconds = time.perf_counter() - started
         self._prove_life(metrics)
+        self._throughput(batch, metrics, seconds)
         self._observe(batch, metrics, None)
         return batch

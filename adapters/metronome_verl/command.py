@@ -15,7 +15,19 @@ _WORDS = {"true", "false", "null", "nan", "inf"}
 
 
 def overrides_of(args: Mapping[str, Any], block: Mapping[str, Any]) -> list[str]:
-    """``key=value`` for each of verl's keys, ``+metronome.key=value`` for each of ours."""
+    """``key=value`` for each of verl's keys, ``+metronome.key=value`` for each of ours.
+
+    Raises ConfigurationError for keys that lead to another trainer, which would read none of ours.
+    """
+    for key, wanted in (("trainer.v1.trainer_mode", "metronome"), ("trainer.use_v1", True)):
+        found = next((value for name, value in args.items() if name.lstrip("+") == key), wanted)
+        if block and found != wanted:
+            raise ConfigurationError(
+                "this key leads to a trainer of verl's that reads no key under metronome",
+                found=found,
+                where=f"args.{key}",
+                remedy=f"leave args.{key} out, or every key under metronome",
+            )
     keys = {"trainer.v1.trainer_mode": "metronome", **args}
     return [
         *(f"{key}={spelt(value)}" for key, value in keys.items()),
@@ -62,7 +74,7 @@ def validate(overrides: Sequence[str], folder: Path, where: str) -> tuple[str, .
         with initialize_config_dir(config_dir=str(folder), version_base=None):
             config = compose("ppo_trainer", overrides=list(overrides))
         OmegaConf.to_container(config, resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:
         cause = f" ({error.__cause__})" if error.__cause__ else ""
         raise ConfigurationError(
             f"verl's configuration refuses the recipe: {error}{cause}",
@@ -72,12 +84,23 @@ def validate(overrides: Sequence[str], folder: Path, where: str) -> tuple[str, .
     notes: tuple[str, ...] = ()
     try:
         device_of(config)
+    except (AttributeError, OmegaConfBaseException) as error:
+        raise ConfigurationError(
+            f"verl's configuration lacks a part: {error}", where=f"{where}: args", remedy="leave trainer as it is"
+        ) from None
     except ConfigurationError:
         if config.trainer.device not in ("cuda", "npu"):
             raise
         notes = (f"this machine has no {config.trainer.device}: validated as on a CPU",)
         config.trainer.device = "cpu"
-    notes += arrange(config).notes
+    try:
+        notes += arrange(config).notes
+    except (TypeError, ValueError, AttributeError, OmegaConfBaseException) as error:
+        raise ConfigurationError(
+            f"a value of verl's configuration isn't of its kind: {error}",
+            where=f"{where}: args",
+            remedy="the kind of value that verl's default has",
+        ) from None
     if config.trainer.v1.trainer_mode == "separate_async":
         steps = config.trainer.v1.separate_async.parameter_sync_step
         batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size

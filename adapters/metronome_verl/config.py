@@ -29,9 +29,11 @@ from metronome_verl.needs import (
     group_size,
     in_flight_of,
     merged_adapter,
+    no_threshold,
     one_step,
     own_loss,
     rollout_pool,
+    sharing,
     with_clip,
 )
 from metronome_verl.routing import check_routing
@@ -95,6 +97,13 @@ def arrange(config: DictConfig) -> Arranged:
     device = device_of(config)
     selection = resolve(settings, device, int(config.data.get("seed") or 0), manager)
     mode = settings.rollout_source
+    if int(config.data.train_batch_size) < 1:
+        raise ConfigurationError(
+            "a batch has at least one prompt",
+            found=config.data.train_batch_size,
+            where="data.train_batch_size",
+            remedy="data.train_batch_size=1 or more",
+        )
     if mode not in MODES:
         raise ConfigurationError(
             "this rollout source has no trainer in verl",
@@ -109,7 +118,7 @@ def arrange(config: DictConfig) -> Arranged:
             rollout_pool(config, notes)
         merged_adapter(config, mode, notes)
         if mode == "periodic":
-            one_step(config, notes)
+            one_step(config, notes, ours="loss" in block)
             selection.rollout_source.check(facts_of(config))
             engine = OmegaConf.select(config, "actor_rollout_ref.rollout.name")
             if engine not in (None, CPU_ROLLOUT):
@@ -126,6 +135,10 @@ def arrange(config: DictConfig) -> Arranged:
                     raise fixed_prompts_only(f"metronome.sagc.budget={budget}")
             dynamic_batches(config, notes, "G may change")
             group_size(config, selection, notes)
+        if selection.attention.shares_prompt:
+            sharing(config, notes)
+        if mode == "bounded":
+            no_threshold(config, notes)
         check_routing(config, mode, selection.attention.shares_prompt, notes)
         check_ascend(config, mode, device.kind, notes)
         part = {"mode": mode, "block": block, "device": device.kind}

@@ -35,6 +35,24 @@ def _engine(module: ModuleType) -> None:
         raise
 
 
+def forgotten(arguments: list[str]) -> str | None:
+    """What is wrong with a command line of verl's main that has keys of ours and no trainer that reads them."""
+    ours = [one for one in arguments if one.lstrip("+").startswith("metronome.")]
+    elsewhere = any(one.startswith(("--config-", "-cn", "-cp")) or "trainer_mode=" in one for one in arguments)
+    if not ours or elsewhere:  # a configuration of the user's may name the trainer
+        return None
+    return f"{ours[0]} has no effect without trainer.v1.trainer_mode=metronome; to mend: add it, or leave {ours[0]} out"
+
+
+def _check_command() -> None:
+    """Ends verl's main at once with exit code 2, before Ray starts, where keys of ours would be read by nobody."""
+    main = "verl.trainer.main_ppo"
+    started = sys.argv[0].endswith("main_ppo.py") or (sys.argv[0] == "-m" and main in sys.orig_argv)
+    if started and (wrong := forgotten(sys.argv[1:])):
+        _loudly(wrong)
+        raise SystemExit(2)
+
+
 def attach() -> None:
     """Leaves the functions; harmless when repeated."""
     try:
@@ -51,4 +69,5 @@ def attach() -> None:
         raise
 
 
+_check_command()
 attach()

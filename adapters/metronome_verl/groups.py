@@ -115,7 +115,8 @@ def group_order(
 
     The heaviest group goes first, to the rank with the fewest shared tokens among those with room for all its
     rows. Groups that fit nowhere whole (sizes that don't fill the ranks evenly) are cut over the ranks with
-    most room. Within a slice a group's rows stand side by side, in the order they had.
+    most room. Within a slice groups
+    stand in the order of their first rows, and a group's rows side by side, in the order they had.
 
     Args:
         uids: of each row; equal uids share a prompt.
@@ -139,10 +140,10 @@ def group_order(
     groups = [RowGroup(tuple(rows), min(prompt_lens[row] for row in rows)) for rows in members.values()]
     groups.sort(key=lambda group: group.tokens(lengths), reverse=True)
     room, load = [count // dp_size] * dp_size, [0] * dp_size
-    slices: list[list[int]] = [[] for _ in range(dp_size)]
+    slices: list[list[tuple[int, ...]]] = [[] for _ in range(dp_size)]
 
     def place(group: RowGroup, rank: int) -> None:
-        slices[rank] += group.rows
+        slices[rank].append(group.rows)
         room[rank] -= len(group.rows)
         load[rank] += group.tokens(lengths)
 
@@ -159,7 +160,8 @@ def group_order(
             rank = max(range(dp_size), key=lambda one: (room[one], -load[one]))
             fitting, rows = rows[: room[rank]], rows[room[rank] :]
             place(RowGroup(fitting, group.prefix), rank)
-    return [row for one in slices for row in one]
+    # In a slice groups stand as they came: longest first would give every first mini-batch the longest responses.
+    return [row for one in slices for rows in sorted(one) for row in rows]
 
 
 def _together(equal: list[RowGroup], ids: Sequence[Ids], lengths: Sequence[int]) -> list[RowGroup]:

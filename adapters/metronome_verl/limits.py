@@ -27,9 +27,21 @@ def refuse_settings(model: Any, engine: Any) -> None:
         model: verl's HFModelConfig.
         engine: verl's FSDPEngineConfig.
 
-    Raises ConfigurationError for Ulysses sequence parallelism, fused kernels, and models whose positions have several
+    Raises ConfigurationError for what ``refuse_flags`` refuses, and for models whose positions have several
     dimensions: verl gives those to rows without an image too.
     """
+    refuse_flags(model, engine)
+    if hasattr(model.hf_config, "vision_config") and "mrope_section" in _rotary(model.hf_config):
+        raise ConfigurationError(
+            "positions of several dimensions (multi-modal rotary) can't restart behind a shared prompt",
+            found=model.hf_config.model_type,
+            where="actor_rollout_ref.model.path",
+            remedy="a model of text alone, or attention: host",
+        )
+
+
+def refuse_flags(model: Any, engine: Any) -> None:
+    """Raises ConfigurationError for Ulysses sequence parallelism and for fused kernels, by the flags alone."""
     ranks = engine.ulysses_sequence_parallel_size
     if ranks > 1:
         raise ConfigurationError(
@@ -44,13 +56,6 @@ def refuse_settings(model: Any, engine: Any) -> None:
             found=True,
             where="actor_rollout_ref.model.use_fused_kernels",
             remedy="use_fused_kernels=False, or attention: host",
-        )
-    if hasattr(model.hf_config, "vision_config") and "mrope_section" in _rotary(model.hf_config):
-        raise ConfigurationError(
-            "positions of several dimensions (multi-modal rotary) can't restart behind a shared prompt",
-            found=model.hf_config.model_type,
-            where="actor_rollout_ref.model.path",
-            remedy="a model of text alone, or attention: host",
         )
 
 

@@ -218,7 +218,7 @@ def _refuse(loss: PolicyLoss, data: TensorDict, bypassed: bool) -> None:
             "a3po has its own importance weight, and verl's rollout correction would weigh its tokens a second time",
             found="rollout_is_weights",
             where="algorithm.rollout_correction.rollout_is",
-            remedy="algorithm.rollout_correction.rollout_is=null, or metronome.loss=ppo",
+            remedy="algorithm.rollout_correction.rollout_is=null",
         )
     if loss.needs_proximal_forward and bypassed:
         raise ConfigurationError(

@@ -14,7 +14,8 @@ from metronome.errors import ConfigurationError, nearest
 from metronome.plugins import Selection
 from metronome.settings import Settings
 from metronome_verl.cpu import ROLLOUT as CPU_ROLLOUT
-from metronome_verl.megatron_limits import check_settings
+from metronome_verl.cpu import TRANSPORT as CPU_TRANSPORT
+from metronome_verl.streaming import check_streaming
 
 IN_FLIGHT = ("finish", "abort", "resume")
 """What may happen to running requests at a publication, see ``publication.py``."""
@@ -61,24 +62,37 @@ def rollout_pool(config: DictConfig, notes: list[str]) -> None:
     rollout = config.actor_rollout_ref.rollout
     _set(config, "actor_rollout_ref.hybrid_engine", False, notes, "generation needs devices of its own to overlap")
     for key in ("nnodes", "n_gpus_per_node"):
-        if not rollout.get(key):
+        if not int(rollout.get(key) or 0):
             raise ConfigurationError(
                 "this mode generates on a rollout pool of its own, and none is given",
                 found=rollout.get(key),
                 where=f"actor_rollout_ref.rollout.{key}",
-                remedy="actor_rollout_ref.rollout.nnodes=1 actor_rollout_ref.rollout.n_gpus_per_node=<devices>",
+                remedy="actor_rollout_ref.rollout.nnodes=1 actor_rollout_ref.rollout.n_gpus_per_node=<devices>"
+                f" actor_rollout_ref.rollout.checkpoint_engine.backend={_transport(rollout)}",
             )
+    custom = OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path")
+    if custom:
+        raise ConfigurationError(
+            "this mode has a replay buffer of its own, in whose place another one would stand",
+            found=custom,
+            where="trainer.v1.sampler.custom_sampler.path",
+            remedy="trainer.v1.sampler.custom_sampler.path=null, or metronome.rollout_source=synchronous",
+        )
     if rollout.checkpoint_engine.backend == "naive":
         raise ConfigurationError(
             "weights must travel to the rollout pool, and the transport 'naive' stays within a process",
             found="naive",
             where="actor_rollout_ref.rollout.checkpoint_engine.backend",
-            remedy="actor_rollout_ref.rollout.checkpoint_engine.backend=nccl (it means HCCL on an NPU)",
+            remedy=f"actor_rollout_ref.rollout.checkpoint_engine.backend={_transport(rollout)}",
         )
 
 
-def one_step(config: DictConfig, notes: list[str]) -> None:
-    """One optimiser step a period: one mini-batch, one epoch, no warm-up batch."""
+def _transport(rollout: DictConfig) -> str:
+    return CPU_TRANSPORT if OmegaConf.select(rollout, "name") == CPU_ROLLOUT else "nccl (it means HCCL on an NPU)"
+
+
+def one_step(config: DictConfig, notes: list[str], ours: bool) -> None:
+    """One optimiser step a period: one mini-batch, one epoch, no warm-up batch; ``ours``: the loss is a plug-in's."""
     batch = int(config.data.train_batch_size)
     actor = config.actor_rollout_ref.actor
     if int(actor.ppo_epochs) != 1:
@@ -96,11 +110,17 @@ def one_step(config: DictConfig, notes: list[str]) -> None:
             remedy="trainer.critic_warmup=0",
         )
     _within_groups(config)
-    if actor.strategy == "megatron":
-        check_settings(actor.megatron)
     if actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None:
         longest = int(config.data.max_response_length)
         _set(config, "actor_rollout_ref.actor.loss_scale_factor", longest, notes, "a constant, whatever the split")
+    check_streaming(actor, ours=ours, distillation=bool(OmegaConf.select(config, "distillation.enabled")))
+    if OmegaConf.select(config, "skip.rollout_tq.enable"):
+        raise ConfigurationError(
+            "a period submits its batch itself and wouldn't ask the cache of rollouts",
+            found=True,
+            where="skip.rollout_tq.enable",
+            remedy="skip.rollout_tq.enable=False, or metronome.rollout_source=synchronous",
+        )
     _set(config, "trainer.v1.separate_async.num_warmup_batches", 0, notes, "every sample is of the trained version")
     if config.trainer.v1.sampler.max_off_policy_strategy == "wait":  # at threshold 1 for the whole batch
         _set(config, "trainer.v1.sampler.max_off_policy_threshold", None, notes, "nothing stale to wait for")
@@ -210,7 +230,7 @@ def with_clip(config: DictConfig, block: dict[str, Any], notes: list[str]) -> di
     taken = {key: float(hosts[key]) for key in wanted if key not in own}
     if taken:
         shown = " ".join(f"metronome.{name}.{key}={value:g}" for key, value in taken.items())
-        notes.append(f"{shown}  (actor.clip_ratio_low, _high, _c of verl)")
+        notes.append(f"{shown}  (verl's actor.clip_ratio_...)")
     return {**block, str(name): {**own, **taken}}
 
 
@@ -241,6 +261,30 @@ def own_loss(config: DictConfig, settings: Settings, selection: Selection, notes
 
 def group_size(config: DictConfig, selection: Selection, notes: list[str]) -> None:
     """The controller's G, and prompts drawn one by one."""
+    if str(config.algorithm.adv_estimator) == "gae" or config.critic.get("enable"):
+        raise ConfigurationError(
+            "a critic's mini-batches follow one G, and the group controller's may change",
+            found=str(config.algorithm.adv_estimator),
+            where="algorithm.adv_estimator",
+            remedy="algorithm.adv_estimator=grpo, or leave metronome.group_controller out",
+        )
     size = selection.group_controller.size()
     _set(config, "data.gen_batch_size", 1, notes, "the number of prompts may change")
     _set(config, "actor_rollout_ref.rollout.n", size, notes, f"G of {selection.group_controller.name}")
+
+
+def sharing(config: DictConfig, notes: list[str]) -> None:
+    """Groups whole in a micro-batch, which fixed numbers of rows would cut; what can't be shared is refused."""
+    from metronome_verl.limits import refuse_flags
+
+    actor = config.actor_rollout_ref.actor
+    if actor.strategy in ("fsdp", "fsdp2"):
+        refuse_flags(config.actor_rollout_ref.model, actor)
+    dynamic_batches(config, notes, "groups stay whole in a micro-batch")
+    if actor.get("shuffle"):
+        notes.append("actor.shuffle=True scatters groups over mini-batches, so that less is shared")
+
+
+def no_threshold(config: DictConfig, notes: list[str]) -> None:
+    """One owner of admission: our verdict in the place of verl's threshold."""
+    _set(config, "trainer.v1.sampler.max_off_policy_threshold", None, notes, "metronome.bounded.max_staleness rules")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,7 @@ def _check_checkpoints(resume: str | None) -> None:
 
 def _start(command: list[str], environment: dict[str, str]) -> int:
     process = subprocess.Popen(command, env=environment)
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())  # a scheduler ends verl too, and so its Ray
     try:
         return process.wait()
     except KeyboardInterrupt:  # the terminal interrupted verl too

@@ -7,6 +7,7 @@ is missing it starts without. Our file says what must be there.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -232,7 +233,14 @@ def _holds_rows(folder: Path) -> bool:
 
 def _data(trainer: Any) -> dict[str, Any]:
     """What a position in the data depends on; the batch size isn't among it (torchdata counts rows)."""
-    return {"rows": len(trainer.train_dataset), "shuffle": bool(trainer.config.data.get("shuffle", True))}
+    dataset, data = trainer.train_dataset, trainer.config.data
+    found = {"rows": len(dataset), "shuffle": bool(data.get("shuffle", True)), "seed": data.get("seed")}
+    table = getattr(dataset, "dataframe", None)  # verl's own data set; others are known by their number of rows
+    if table is not None and len(table):
+        places = sorted({len(table) * part // 16 for part in range(16)})
+        prompts = [repr(table[place].get(data.get("prompt_key", "prompt"))) for place in places]
+        found["prompts"] = hashlib.blake2b("\0".join(prompts).encode(), digest_size=8).hexdigest()
+    return found
 
 
 def _queued() -> dict[str, Any]:

@@ -6,6 +6,10 @@ configuration and gives an object of the class that the rollout source needs.
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +100,32 @@ class MetronomeTrainer(PPOTrainer):
 
     def _begin_step(self) -> int:
         """Sets G everywhere and returns the step's prompt groups, by the controller's budget or verl's batch size."""
-        prompts = int(self.config.data.train_batch_size)
+        prompts = self._usual_prompts = int(self.config.data.train_batch_size)
         if not self.owns_groups:
             return prompts
         self.config.actor_rollout_ref.rollout.n = checked_size(self.controller, f"step {self.global_steps}")
         budget = prompts * self.controller.largest()  # data.train_batch_size is the prompts of the largest G
-        return checked_prompts(self.controller, budget, 1)
+        return checked_prompts(self.controller, budget, self._prompts_multiple())
+
+    def _prompts_multiple(self) -> int:
+        """What the number of prompts is a multiple of, so that the step's rows fill its updates and ranks evenly."""
+        if self.arranged.mode == "periodic":
+            return 1
+        wanted, size = self._updates() * self._ranks(), int(self.config.actor_rollout_ref.rollout.n)
+        return wanted // math.gcd(wanted, size)
+
+    def _updates(self) -> int:
+        """Optimiser steps an epoch of a batch, whatever G is: as many as verl makes at the largest G."""
+        if self.arranged.mode == "bounded":
+            return 1  # of each part between two publications
+        config = self.config
+        return max(1, self._usual_prompts // int(config.actor_rollout_ref.actor.ppo_mini_batch_size))
+
+    def _ranks(self) -> int:
+        group = self.actor_rollout_wg
+        if "actor" not in group._dispatch_info:
+            group._dispatch_info["actor"] = group._query_dispatch_info("actor")
+        return int(max(group._dispatch_info["actor"])) + 1
 
     def _observe(self, batch: Any, metrics: dict[str, Any], bubble: float | None) -> None:
         if not self.owns_groups:
@@ -112,20 +136,37 @@ class MetronomeTrainer(PPOTrainer):
         metrics["metronome/group_controller/size"] = int(self.config.actor_rollout_ref.rollout.n)
         print(f"metronome: {explained(self.controller)}", flush=True)
 
+    def _throughput(self, batch: Any, metrics: dict[str, Any], seconds: float) -> None:
+        """TPSPD: trained tokens (those of responses, tools left out) a second and device."""
+        tokens = sum(int(tag["response_len"]) for tag in batch.tags if not tag.get("is_padding", False))
+        metrics["metronome/tpspd"] = tokens / seconds / self._get_n_gpus_for_throughput()
+
     # --- batches ------------------------------------------------------------------------------------
 
     def _balance_batch(self, batch: Any, metrics: Any, logging_prefix: str = "global_seqlen", **options: Any) -> Any:
-        """verl's balancing, then groups put together again where attention shares their prompts."""
-        batch = super()._balance_batch(batch, metrics, logging_prefix, **options)
-        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        """verl's balancing, then groups put together again where attention shares their prompts.
+
+        Where G is ours, rows may be of several G: mini-batches are cut by the rows that came, not by the G of now.
+        """
+        ranks = self._ranks()
         if self.arranged.mode != "periodic":
             actor, size = self.config.actor_rollout_ref.actor, int(self.config.actor_rollout_ref.rollout.n)
             check_mini_batch(int(actor.ppo_mini_batch_size), size, ranks)
+            if self.owns_groups:
+                share = -(-len(batch.keys) // (self._updates() * ranks))
+                self._mini_batch = share * ranks
+        batch = super()._balance_batch(batch, metrics, logging_prefix, **options)
         if self.arranged.selection.attention.shares_prompt:
             uids = [key.split("_")[0] for key in batch.keys]
             lengths = [(int(tag["prompt_len"]), int(tag["response_len"])) for tag in batch.tags]
             batch.reorder(group_order(uids, [p for p, _ in lengths], [r for _, r in lengths], ranks))
         return batch
+
+    _mini_batch, _usual_prompts = 0, 1
+    """Rows of a mini-batch of the batch in training where G is ours, and ``data.train_batch_size`` as it was set."""
+
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        return self._mini_batch if self._mini_batch else super()._get_required_batch_multiple(dp_size)
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         check_rows(batch.keys, str(self.config.algorithm.adv_estimator))
@@ -142,9 +183,22 @@ class MetronomeTrainer(PPOTrainer):
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         self._tell_worker(batch)
         found: dict[str, Any] = {}
-        batch = super()._update_actor(batch, found)
+        with self._rows_of_mini_batches():
+            batch = super()._update_actor(batch, found)
         metrics.update(named(found))
         return batch
+
+    @contextmanager
+    def _rows_of_mini_batches(self) -> Iterator[None]:
+        """verl takes mini-batches of ``ppo_mini_batch_size`` prompts times one G: here of the rows that came."""
+        actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
+        kept = actor.ppo_mini_batch_size, rollout.n
+        if self._mini_batch:
+            actor.ppo_mini_batch_size, rollout.n = self._mini_batch, 1
+        try:
+            yield
+        finally:
+            actor.ppo_mini_batch_size, rollout.n = kept
 
     # --- proof of life ------------------------------------------------------------------------------
 
@@ -170,6 +224,9 @@ class MetronomeTrainer(PPOTrainer):
                     where="verl worker",
                     remedy=f"leave metronome.{hook} out, or report the versions that metronome doctor prints",
                 )
+        fed, separate = (metrics.get(f"metronome/attention/tokens_{name}") for name in ("fed", "separate"))
+        if fed and fed == separate:
+            print("metronome: no prompt was shared in this step: each micro-batch had one row of a group", flush=True)
 
     # --- state --------------------------------------------------------------------------------------
 
@@ -192,14 +249,15 @@ class SynchronousTrainer(MetronomeTrainer, PPOTrainerSync):
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> Any:
         """One batch, with the controller's G and number of prompts."""
-        prompts = self._begin_step()
-        usual = int(self.config.data.train_batch_size)
-        self.config.data.train_batch_size = prompts
+        started = time.perf_counter()
+        self.config.data.train_batch_size = self._begin_step()
         try:
             batch = super().step(metrics, timing_raw)
         finally:
-            self.config.data.train_batch_size = usual
+            self.config.data.train_batch_size = self._usual_prompts
+        seconds = time.perf_counter() - started
         self._prove_life(metrics)
+        self._throughput(batch, metrics, seconds)
         self._observe(batch, metrics, None)
         return batch
 

@@ -10,15 +10,12 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils import tensordict_utils as tu
 from verl.utils.profiler import DistProfiler
 
-from metronome.errors import ConfigurationError, nearest
-from metronome_verl.accumulate import NORMALISERS, AccumulatingWorker
+from metronome.errors import ConfigurationError
+from metronome_verl.accumulate import AccumulatingWorker
 from metronome_verl.config import worker_part
 from metronome_verl.loss import HostLoss
-from metronome_verl.megatron_limits import check_settings
+from metronome_verl.streaming import check_streaming
 from metronome_verl.weights import Publication
-
-_PER_MICRO_BATCH = ("clip_cov", "kl_cov", "geo_mean")
-"""verl's losses that rank or average over whatever is in a micro-batch; their sum depends on the split."""
 
 
 class MetronomeWorker(DetachActorWorker):
@@ -87,49 +84,3 @@ class MetronomeWorker(DetachActorWorker):
     def metronome_step(self, rows: int | None = None) -> dict[str, Any]:
         """One optimiser step with everything accumulated; see ``AccumulatingWorker.step``."""
         return self.actor.step(rows)
-
-
-def check_streaming(config: Any, *, ours: bool, distillation: bool = False) -> None:
-    """Raises ConfigurationError if gradients of parts don't add up to that of one batch under verl's ``ActorConfig``.
-
-    Args:
-        config: verl's ``ActorConfig``.
-        ours: whether the policy loss is a plug-in's rather than verl's.
-        distillation: whether verl's distillation is on.
-    """
-    if config.strategy == "megatron":
-        check_settings(config.megatron)
-    elif config.strategy not in ("fsdp", "fsdp2"):
-        raise ConfigurationError(
-            "it isn't known where this engine keeps the gradients of parts",
-            found=config.strategy,
-            where="actor_rollout_ref.actor.strategy",
-            remedy="actor_rollout_ref.actor.strategy=fsdp2 | fsdp | megatron, or metronome.rollout_source=synchronous",
-        )
-    mode = config.loss_agg_mode
-    if mode != "token-sum" and mode not in NORMALISERS:
-        raise ConfigurationError(
-            "this way of averaging the loss can't be added up over parts of a batch",
-            found=mode,
-            where="actor_rollout_ref.actor.loss_agg_mode",
-            remedy=nearest(mode, NORMALISERS),
-        )
-    if mode == "seq-mean-token-sum-norm" and config.loss_scale_factor is None:
-        raise ConfigurationError(
-            "without a constant verl divides by the longest response of each micro-batch, which depends on the split",
-            where="actor_rollout_ref.actor.loss_scale_factor",
-            remedy="actor_rollout_ref.actor.loss_scale_factor=<data.max_response_length>",
-        )
-    if not ours and config.policy_loss.loss_mode in _PER_MICRO_BATCH:
-        raise ConfigurationError(
-            "this loss ranks or averages over a micro-batch, so that parts of a batch don't add up",
-            found=config.policy_loss.loss_mode,
-            where="actor_rollout_ref.actor.policy_loss.loss_mode",
-            remedy="actor_rollout_ref.actor.policy_loss.loss_mode=vanilla, or metronome.loss=ppo",
-        )
-    if distillation:
-        raise ConfigurationError(
-            "distillation in parts of a batch isn't tested",
-            where="distillation.enabled",
-            remedy="distillation.enabled=False, or metronome.rollout_source=synchronous",
-        )

@@ -189,3 +189,39 @@ def test_verl_s_other_policy_losses_beside_ours_are_refused():
     with pytest.raises(ConfigurationError, match=r"takes the place of verl's policy loss.*'gspo'"):
         arranged("+metronome.loss=a3po", "actor_rollout_ref.actor.policy_loss.loss_mode=gspo")
     arranged("actor_rollout_ref.actor.policy_loss.loss_mode=gspo")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trainer.v1.sampler.custom_sampler.path=mine.py"], "a replay buffer of its own"),
+        (["skip.rollout_tq.enable=True"], "the cache of rollouts"),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=sapo"], "a denominator of its own"),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"], "ranks or averages over a micro-batch"),
+        (["actor_rollout_ref.actor.loss_agg_mode=bogus"], "can't be added up"),
+        (["actor_rollout_ref.actor.strategy=veomni"], "where this engine keeps the gradients"),
+        (["data.train_batch_size=0"], "at least one prompt"),
+    ],
+)
+def test_what_a_period_would_ignore_or_get_wrong_is_refused_before_anything_starts(overrides, words):
+    with pytest.raises(ConfigurationError, match=words):
+        arranged("+metronome.rollout_source=periodic", *POOL, *overrides)
+
+
+def test_shared_prompts_keep_groups_whole_and_refuse_what_can_t_share_at_the_start():
+    config, found = arranged("+metronome.attention=shared_prompt", "actor_rollout_ref.actor.shuffle=True")
+    assert config.actor_rollout_ref.actor.use_dynamic_bsz is True
+    assert any("groups stay whole" in note for note in found.notes)
+    assert any("less is shared" in note for note in found.notes)
+    for wrong in ("actor.ulysses_sequence_parallel_size=2", "model.use_fused_kernels=True"):
+        with pytest.raises(ConfigurationError, match=r"Ulysses|used kernels"):
+            arranged(
+                "+metronome.attention=shared_prompt",
+                "actor_rollout_ref.actor.strategy=fsdp2",
+                f"actor_rollout_ref.{wrong}",
+            )
+
+
+def test_a_controller_beside_a_critic_is_refused():
+    with pytest.raises(ConfigurationError, match="a critic's mini-batches follow one G"):
+        arranged("+metronome.group_controller=sagc", "algorithm.adv_estimator=gae")

@@ -113,3 +113,8 @@ def test_a_prefix_never_reaches_into_a_response():
 def test_rows_of_different_temperatures_stay_apart():
     ids = [np.array([5, 6, 1]), np.array([5, 6, 2]), np.array([5, 6, 3])]
     assert find_groups(ids, [2, 2, 2], apart=[1.0, 0.5, 1.0]) == [RowGroup((0, 2), 2), RowGroup((1,), 2)]
+
+
+def test_groups_of_a_slice_stay_in_the_order_in_which_they_came():
+    lengths = [5, 40, 20, 30]  # heaviest first would put the second group before all others, in every batch
+    assert group_order([0, 0, 1, 1, 2, 2, 3, 3], [4] * 8, [one for one in lengths for _ in range(2)], 1) == [*range(8)]

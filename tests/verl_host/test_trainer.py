@@ -31,7 +31,7 @@ from metronome.device import resolve_device
 from metronome.errors import ConfigurationError, MetronomeError, VersionMismatch, WaitTimeout, WorkerFailed
 from metronome.plugins import offered_names, plugin_manager, resolve
 from metronome.settings import parse_settings
-from metronome_verl import samples, statistics
+from metronome_verl import entry, samples, statistics
 from metronome_verl.bounded import BoundedTrainer
 from metronome_verl.checks import check_mini_batch, check_versions
 from metronome_verl.groups import group_order
@@ -415,7 +415,66 @@ def test_a_g_that_breaks_the_mini_batches_over_ranks_is_refused_where_there_are_
                 made._balance_batch("batch", {})
 
 
+@pytest.mark.parametrize(
+    ("size", "prompts", "mini"), [(8, 8, 32), (4, 16, 32), (2, 32, 32)], ids=["largest", "half", "quarter"]
+)
+def test_a_smaller_g_makes_as_many_optimiser_steps_of_as_many_rows(size, prompts, mini, monkeypatch):
+    """Two mini-batches of 4 prompts at G = 8; verl alone would cut 64 rows of G = 2 into eight of 8 rows."""
+    made = trainer(SynchronousTrainer, "synchronous", SAGC)
+    made.config.data.train_batch_size, made.config.actor_rollout_ref.actor.ppo_mini_batch_size = 8, 4
+    made.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0, 1]})
+    monkeypatch.setattr(type(made.controller), "largest", lambda self: 8)
+    monkeypatch.setattr(type(made.controller), "size", lambda self: size)
+    monkeypatch.setattr(
+        type(made.controller), "prompts", lambda self, budget, multiple=1: budget // size // multiple * multiple
+    )
+    assert made._begin_step() == prompts
+    cut(made, rows=prompts * size, wanted=mini, monkeypatch=monkeypatch)
+
+
+def test_in_bounded_mode_mini_batches_are_cut_by_the_rows_that_came_not_by_the_g_of_now(monkeypatch):
+    made = trainer(BoundedTrainer, "bounded", SAGC)
+    made.config.actor_rollout_ref.rollout.n = 4  # sent out now; the rows below are 2 prompts of G = 2
+    made.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
+    cut(made, rows=4, wanted=4, monkeypatch=monkeypatch)
+
+
+def cut(made, rows, wanted, monkeypatch):
+    """What verl's balancing and update see: rows without padding, mini-batches of ``wanted`` rows."""
+    seen = []
+    monkeypatch.setattr(
+        PPOTrainer, "_balance_batch", lambda self, batch, *_: seen.append(self._get_required_batch_multiple(1)) or batch
+    )
+
+    def update(self, batch, metrics):
+        config = self.config.actor_rollout_ref
+        seen.append(int(config.actor.ppo_mini_batch_size) * int(config.rollout.n))
+        return batch
+
+    monkeypatch.setattr(PPOTrainer, "_update_actor", update)
+    made.local_trigger_step = made.parameter_sync_step = 0
+    batch = KVBatchMeta(partition_id="train", keys=[f"{row}_0_0" for row in range(rows)], tags=[tag(4)] * rows)
+    size = made.config.actor_rollout_ref.rollout.n
+    made._update_actor(made._balance_batch(batch, {}), {})
+    assert seen == [wanted, wanted]
+    assert rows % wanted == 0
+    assert made.config.actor_rollout_ref.rollout.n == size
+
+
 # --- attaching ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [
+        (["+metronome.loss=a3po"], True),
+        (["+metronome.loss=a3po", "trainer.v1.trainer_mode=metronome"], False),
+        (["+metronome.loss=a3po", "--config-name=mine"], False),
+        (["trainer.v1.trainer_mode=sync"], False),
+    ],
+)
+def test_keys_of_ours_without_our_trainer_are_told_before_anything_starts(arguments, wrong):
+    assert bool(entry.forgotten(arguments)) is wrong
 
 
 @pytest.mark.parametrize(

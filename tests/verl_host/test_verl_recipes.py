@@ -1,6 +1,8 @@
 """Every recipe with every overlay is one that verl's own configuration and our trainer accept; bad ones say why."""
 
 import os
+import subprocess
+import sys
 import tempfile
 from itertools import product
 from pathlib import Path
@@ -237,3 +239,30 @@ def test_values_keep_their_type_on_verl_s_command_line():
     parser = OverridesParser.create()
     for value in (None, True, 3, 1.7e-5, "true", "~/a b/it's", "1e-6", "", "a\\", ["a,b", 2, "x"], {"k": "null"}, []):
         assert parser.parse_override(f"key={spelt(value)}").value() == value, value
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("args.trainer.v1.trainer_mode=sync", "reads no key under metronome"),
+        ("args.trainer.use_v1=false", "reads no key under metronome"),
+        ("args.data.train_batch_size=abc", "isn't of its kind"),
+        ("args.actor_rollout_ref.actor.ppo_epochs=two", "isn't of its kind"),
+        ("args.trainer=null", "refuses the recipe|lacks a part"),
+        ("args.actor_rollout_ref.rollout.nnodes=one", "isn't of its kind|refuses"),
+    ],
+)
+def test_what_would_end_in_a_traceback_or_in_another_trainer_is_one_clear_error(override, words):
+    with pytest.raises(ConfigurationError, match=words):
+        dry("all_four", override)
+
+
+def test_a_scheduler_s_signal_ends_verl_too():
+    """In a process of its own: the child is asked to end, and its exit code comes back."""
+    script = (
+        "import os, signal, sys, threading\n"
+        "from metronome_verl import run\n"
+        "threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+        "sys.exit(0 if run._start(['sleep', '60'], dict(os.environ)) == -signal.SIGTERM else 1)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=50).returncode == 0
