@@ -9,6 +9,7 @@ LOCAL_PYTHON := 3.11
 LOCAL := .venv-local
 MEGATRON := .venv-megatron
 VERL := .venv-verl
+OPENRLHF := .venv-openrlhf
 MEGATRON_NEXT := .venv-megatron-next
 ENVIRONMENT := requirements/environment.sh
 LOCAL_PARTS := requirements/local.txt requirements/local-nodeps.txt .
@@ -28,12 +29,13 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help demo test test-verl check bench bench-attention core megatron megatron-next npu-contract local-environment test-environment \
-	megatron-environment verl-environment
+	megatron-environment verl-environment openrlhf-environment test-openrlhf
 
 help:
 	@echo "make demo    train a small model with all four techniques on (Python $(LOCAL_PYTHON), pip)"
 	@echo "make test    core tests on every installed Python, Megatron-core 0.16.1, then all tests"
 	@echo "make test-verl   tests/verl_host: verl's real workers, then its main_ppo on a CPU (part of make test)"
+	@echo "make test-openrlhf   tests/openrlhf_host: OpenRLHF's real workers, then its main with vLLM on a CPU"
 	@echo "make check   lint, types, import rules, unit and contract tests"
 	@echo "make core    core unit tests on every installed Python ($(CORE_PYTHONS))"
 	@echo "make bench   the benchmarks with a committed JSON"
@@ -53,6 +55,9 @@ megatron-environment:
 
 verl-environment:
 	@$(ENVIRONMENT) make $(VERL) $(LOCAL_PYTHON) requirements/verl.txt .
+
+openrlhf-environment:
+	@$(ENVIRONMENT) make $(OPENRLHF) $(LOCAL_PYTHON) requirements/openrlhf.txt requirements/openrlhf-nodeps.txt .
 
 demo: local-environment
 	$(DEMO)
@@ -84,6 +89,10 @@ core:
 # verl's and Ray's own warnings are hidden; warnings in our packages stay errors.
 test-verl: verl-environment
 	OMP_NUM_THREADS=1 $(VERL)/bin/pytest tests/verl_host --timeout=900 --disable-warnings
+
+# OpenRLHF's, DeepSpeed's, Ray's and vLLM's own warnings are hidden; warnings in our packages stay errors.
+test-openrlhf: openrlhf-environment
+	OMP_NUM_THREADS=1 $(OPENRLHF)/bin/pytest tests/openrlhf_host --timeout=900 --disable-warnings
 
 # Megatron's own deprecations are hidden; warnings in our packages stay errors.
 megatron: megatron-environment
