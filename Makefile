@@ -10,6 +10,7 @@ LOCAL := .venv-local
 MEGATRON := .venv-megatron
 VERL := .venv-verl
 VERL_MEGATRON := .venv-verl-megatron
+OPENRLHF := .venv-openrlhf
 MEGATRON_NEXT := .venv-megatron-next
 ENVIRONMENT := requirements/environment.sh
 LOCAL_PARTS := requirements/local.txt requirements/local-nodeps.txt .
@@ -29,13 +30,15 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help demo test test-verl test-verl-megatron check bench bench-attention bench-verl core megatron megatron-next \
-	npu-contract local-environment test-environment megatron-environment verl-environment
+	npu-contract local-environment test-environment megatron-environment verl-environment \
+	openrlhf-environment test-openrlhf
 
 help:
 	@echo "make demo    train a small model with all four techniques on (Python $(LOCAL_PYTHON), pip)"
 	@echo "make test    core tests on every installed Python, Megatron-core 0.16.1, then all tests"
 	@echo "make test-verl   tests/verl_host: verl's real workers, then its main_ppo on a CPU (part of make test)"
 	@echo "make test-verl-megatron  verl's Megatron engine on a CPU (part of make test-verl)"
+	@echo "make test-openrlhf   tests/openrlhf_host: OpenRLHF's real workers, then its main with vLLM on a CPU"
 	@echo "make check   lint, types, import rules, unit and contract tests"
 	@echo "make core    core unit tests on every installed Python ($(CORE_PYTHONS))"
 	@echo "make bench   the benchmarks with a committed JSON"
@@ -56,6 +59,9 @@ megatron-environment:
 
 verl-environment:
 	@$(ENVIRONMENT) make $(VERL) $(LOCAL_PYTHON) requirements/verl.txt .
+
+openrlhf-environment:
+	@$(ENVIRONMENT) make $(OPENRLHF) $(LOCAL_PYTHON) requirements/openrlhf.txt requirements/openrlhf-nodeps.txt .
 
 demo: local-environment
 	$(DEMO)
@@ -91,6 +97,10 @@ test-verl: test-verl-megatron verl-environment
 test-verl-megatron:
 	@$(ENVIRONMENT) make $(VERL_MEGATRON) $(LOCAL_PYTHON) requirements/verl.txt requirements/verl-megatron-nodeps.txt .
 	OMP_NUM_THREADS=1 $(VERL_MEGATRON)/bin/pytest tests/verl_host/test_megatron_engine.py --timeout=600 --disable-warnings
+
+# OpenRLHF's, DeepSpeed's, Ray's and vLLM's own warnings are hidden; warnings in our packages stay errors.
+test-openrlhf: openrlhf-environment
+	OMP_NUM_THREADS=1 $(OPENRLHF)/bin/pytest tests/openrlhf_host --timeout=900 --disable-warnings
 
 # Megatron's own deprecations are hidden; warnings in our packages stay errors.
 megatron: megatron-environment

@@ -56,7 +56,7 @@ def _check_command() -> None:
 def attach() -> None:
     """Leaves the functions; harmless when repeated."""
     try:
-        from metronome_verl.imports import on_import
+        from metronome_patches.imports import on_import
 
         on_import("verl.trainer.ppo.v1", _trainer)
         on_import("verl.workers.engine.fsdp.transformer_impl", _engine)

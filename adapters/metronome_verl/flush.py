@@ -6,7 +6,8 @@ import logging
 from collections.abc import MutableMapping
 from typing import Any
 
-from metronome_verl.patches import HOST_VERSIONS, Patch
+from metronome_patches.ledger import Patch
+from metronome_verl.host import HOST_VERSIONS
 
 
 class _Quiet(logging.LoggerAdapter):  # type: ignore[type-arg]  # LoggerAdapter[...] fails at run time on Python 3.10
@@ -22,6 +23,7 @@ def without_flush(logger: logging.Logger) -> logging.LoggerAdapter[logging.Logge
 
 
 FLUSH = Patch(
+    host="verl",
     target="verl.trainer.ppo.v1.trainer_separate_async:logger",
     host_versions=HOST_VERSIONS,
     expects=logging.Logger,

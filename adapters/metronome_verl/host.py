@@ -11,6 +11,9 @@ from metronome.errors import ConfigurationError
 VERSIONS = "0.9"
 """The minor release of verl that is tested."""
 
+HOST_VERSIONS = ">=0.9,<0.10"
+"""The releases that our patches were written for."""
+
 _EXPECTED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer.step", ("self", "metrics", "timing_raw")),
     (

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from metronome.errors import ConfigurationError
+from metronome.host_process import refuse_compare, run_folder, start
+from metronome.overlays import Machine, parse_layered, typed_settings
 from metronome_verl.command import overrides_of, validate, verl_config_folder
-from metronome_verl.recipe import parse_recipe, settings_of, typed_settings
-from metronome_verl.smoke import WORKERS, driver_environment, room
+from metronome_verl.recipe import Recipe, settings_of
+from metronome_verl.smoke import WORKERS, driver_environment, machine_keys, room
 from metronome_verl.state import latest, read
 
 _MAIN = "verl.trainer.main_ppo"
@@ -29,14 +29,11 @@ def run(
     which it makes in ``smoke`` under the run's folder, or in a temporary one. Raises ConfigurationError for what can't
     run.
     """
-    parsed = parse_recipe(recipe, where)
-    if parsed.assets is not None and not smoke:
-        raise ConfigurationError(
-            "only a smoke run has assets", found=parsed.assets, where=f"{where}: assets", remedy="--smoke"
-        )
+    parsed = parse_layered(Recipe, recipe, where, smoke=smoke)
     folders = _folders(output, resume)
     cpu = room(parsed.assets, output or resume) if smoke else None
-    args, block = settings_of(parsed, typed_settings(recipe, where), cpu.assets if cpu else None)
+    machine = Machine(machine_keys, cpu.assets) if cpu else None
+    args, block = settings_of(parsed, typed_settings(recipe, where), machine)
     if cpu:
         args = cpu.keys(args, os.environ)
     overrides = overrides_of(args | folders, block)
@@ -52,7 +49,7 @@ def run(
             where=f"{where}: host",
             remedy='pip install "metronome-rl[verl]"',
         )
-    for note in notes:
+    for note in (*parsed.notes(), *notes):
         print(f"metronome: {note}", flush=True)
     if dry_run:
         for command in cpu.prepare if cpu else parsed.data.prepare:
@@ -64,31 +61,25 @@ def run(
         return 0
     _check_checkpoints(resume)
     if cpu:
-        cpu.fill()
+        from metronome_verl.cpu.assets import make
+
+        cpu.fill(make)
+        print(f"metronome: smoke run: tiny model and data in {cpu.assets}, what verl writes in {cpu.work}", flush=True)
     environment = driver_environment(args, os.environ) if cpu else dict(os.environ)
-    return _start([sys.executable, "-m", _MAIN, *overrides], environment)
+    return start([sys.executable, "-m", _MAIN, *overrides], environment)
 
 
 def compare(recipe: dict[str, Any], vary: tuple[str, list[str]], *, where: str, output: str | None) -> int:
     """Refused: verl's runs are jobs of their own, and nothing here makes two of them do the same work."""
-    raise ConfigurationError(
-        "metronome compare doesn't drive verl, whose runs aren't the same work sample by sample",
-        found=vary[0],
-        where=where,
-        remedy=f"metronome run once per value of {vary[0]}, and verl's logger for the ratios",
-    )
+    refuse_compare("verl", vary[0], where)
 
 
 def _folders(output: str | None, resume: str | None) -> dict[str, Any]:
-    if output is not None and resume is not None:
-        raise ConfigurationError(
-            "a resumed run goes on in its own folder", found=output, where="--output", remedy="leave --output out"
-        )
-    if resume is not None:
-        return {"trainer.default_local_dir": str(Path(resume).absolute()), "trainer.resume_mode": "auto"}
-    if output is not None:
-        return {"trainer.default_local_dir": str(Path(output).absolute()), "trainer.resume_mode": "disable"}
-    return {}
+    folder = run_folder(output, resume)
+    if folder is None:
+        return {}
+    mode = "disable" if resume is None else "auto"
+    return {"trainer.default_local_dir": str(folder), "trainer.resume_mode": mode}
 
 
 def _check_checkpoints(resume: str | None) -> None:
@@ -101,13 +92,3 @@ def _check_checkpoints(resume: str | None) -> None:
         )
     if resume is not None and (checkpoint := latest(Path(resume))) is not None:
         read(checkpoint)  # damaged, it is refused here rather than by a worker of verl's
-
-
-def _start(command: list[str], environment: dict[str, str]) -> int:
-    process = subprocess.Popen(command, env=environment)
-    signal.signal(signal.SIGTERM, lambda *_: process.terminate())  # a scheduler ends verl too, and so its Ray
-    try:
-        return process.wait()
-    except KeyboardInterrupt:  # the terminal interrupted verl too
-        process.wait()
-        return 130

@@ -6,16 +6,10 @@ travels in verl's runtime environment too.
 
 from __future__ import annotations
 
-import secrets
-import shlex
-import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from metronome.errors import ConfigurationError
-from metronome_verl.cpu.assets import make
+from metronome.host_process import Room, places
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -102,43 +96,20 @@ _RAY = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 _INIT = "ray_kwargs.ray_init"
-_FILES = ("model", "train.parquet", "validation.parquet", "reward.py")
+FILES = ("model", "train.parquet", "validation.parquet", "reward.py")
+"""What a smoke run's folder holds."""
+
+MODULE = "metronome_verl.cpu.assets"
+"""``python -m`` of it makes them."""
 
 
-@dataclass(frozen=True)
-class Room:
-    """Where a smoke run's files lie.
+def machine_keys(source: str) -> dict[str, Any]:
+    """verl's keys for the room, by rollout source."""
+    return CPU_ROOM | BY_SOURCE.get(source, {})
 
-    Attributes:
-        work: for what verl and hydra write.
-        assets: the tiny model, its data and its reward; ``work`` itself, or a folder of the user's.
-    """
 
-    work: Path
-    assets: Path
-
-    @property
-    def prepare(self) -> list[str]:
-        """The command that writes what isn't the user's."""
-        if self.assets != self.work:
-            return []
-        return [f"python -m metronome_verl.cpu.assets {shlex.quote(str(self.assets))}"]
-
-    def fill(self) -> None:
-        """Makes the tiny model and data, or looks at the user's; raises ConfigurationError for a part that lacks."""
-        if self.assets == self.work:
-            make(self.assets)
-        for name in _FILES:
-            if not (self.assets / name).exists():
-                raise ConfigurationError(
-                    "the folder of a smoke run lacks a part",
-                    found=f"no {name}",
-                    where=f"assets={self.assets}",
-                    remedy="leave assets out and the run makes its own, or a folder with " + ", ".join(_FILES),
-                )
-        print(
-            f"metronome: smoke run: tiny model and data in {self.assets}, what verl writes in {self.work}", flush=True
-        )
+class VerlRoom(Room):
+    """A smoke run's folder, and how its driver reaches Ray."""
 
     def keys(self, args: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
         """``args`` over where verl writes and how its driver reaches Ray.
@@ -167,13 +138,9 @@ class Room:
         return keys | dict(args)
 
 
-def room(given: str | None, run_folder: str | None) -> Room:
-    """The room of a run; ``given`` is the user's ``assets``, without ``run_folder`` it lies in a temporary folder."""
-    if run_folder is not None:
-        work = Path(run_folder).absolute() / "smoke"
-    else:
-        work = Path(tempfile.gettempdir()) / f"metronome-smoke-{secrets.token_hex(4)}"
-    return Room(work, work if given is None else Path(given).expanduser().absolute())
+def room(given: str | None, run_folder: str | None) -> VerlRoom:
+    """The room of a run; ``given`` is the user's ``assets``."""
+    return VerlRoom(*places(given, run_folder), FILES, MODULE)
 
 
 def driver_environment(args: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:

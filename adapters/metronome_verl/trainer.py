@@ -22,13 +22,13 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from metronome.controller_check import checked_metrics, checked_prompts, checked_size, explained
 from metronome.errors import MetronomeError
+from metronome_patches.ledger import apply
 from metronome_verl import state
 from metronome_verl.checks import check_change, check_mini_batch, check_rows, named
 from metronome_verl.config import Arranged, arrange
 from metronome_verl.flush import FLUSH
 from metronome_verl.groups import group_order
 from metronome_verl.host import check_host
-from metronome_verl.patches import apply
 from metronome_verl.statistics import GROUP_SIZE, step_stats
 from metronome_verl.worker import MetronomeWorker
 

@@ -27,6 +27,11 @@ _DEVICES = {
 }
 
 
+def device_called(name: str) -> Device:
+    """The device kind ``cpu``, ``cuda`` or ``npu``; nobody asks whether it's here: a cluster's driver may have none."""
+    return _DEVICES[name]
+
+
 def resolve_device(name: str = "auto", where: str = "device") -> Device:
     """The device called ``name``; ``auto`` takes an NPU, else a GPU, else the CPU.
 

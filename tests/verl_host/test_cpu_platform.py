@@ -8,9 +8,8 @@ import pytest
 pytest.importorskip("verl", reason="the verl adapter's tests need verl (requirements/verl.txt)")
 
 import torch
-import verl
 
-import metronome_verl.patches as ledger
+import metronome_patches.ledger as ledger
 from metronome.errors import PluginError
 from metronome_verl import cpu
 
@@ -135,7 +134,7 @@ def test_the_logger_of_separate_async_takes_flush(caplog):
 
 @pytest.mark.parametrize("version", ["0.8.0", "0.10.0", "1.0"])
 def test_another_version_of_verl_is_refused(monkeypatch, version):
-    monkeypatch.setattr(verl, "__version__", version)
+    monkeypatch.setattr(ledger, "version", lambda name: version)
     monkeypatch.setattr(cpu, "_attached", False)
     for call in (cpu.attach, lambda: ledger.apply(PATCHES[0])):
         with pytest.raises(PluginError, match=rf">=0.9,<0.10; found '{version}'.*pip install"):
@@ -153,6 +152,7 @@ def test_another_version_of_verl_is_refused(monkeypatch, version):
 )
 def test_a_target_of_another_shape_is_refused(changes, message):
     made = {
+        "host": "verl",
         "target": "json:loads",
         "host_versions": ">=0.9",
         "expects": ("s",),

@@ -12,7 +12,7 @@ MODULES = {
     "broken.py": "import not_there_at_all\n",
     "flaky.py": "import pack_hook\npack_hook.tries += 1\nif pack_hook.tries == 1:\n    raise ValueError('first')\n",
     "pack_hook.py": """
-        from metronome_verl.imports import on_import
+        from metronome_patches.imports import on_import
         seen, tries = [], 0
         def given():
             on_import("pack.part", lambda module: seen.append(("part", module.VALUE)))

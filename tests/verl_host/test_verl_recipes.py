@@ -1,8 +1,6 @@
 """Every recipe with every overlay is one that verl's own configuration and our trainer accept; bad ones say why."""
 
 import os
-import subprocess
-import sys
 import tempfile
 from itertools import product
 from pathlib import Path
@@ -12,10 +10,12 @@ import pytest
 pytest.importorskip("verl", reason="the verl adapter's tests need verl (requirements/verl.txt)")
 
 from metronome.errors import ConfigurationError
+from metronome.overlays import Machine, parse_layered, typed_settings
 from metronome.recipes import override, parse_yaml
 from metronome_verl import run as host
 from metronome_verl.command import spelt
-from metronome_verl.recipe import parse_recipe, settings_of, typed_settings
+from metronome_verl.recipe import Recipe, settings_of
+from metronome_verl.smoke import machine_keys
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "verl"
 RECIPES = sorted(FOLDER.glob("*.yaml"))
@@ -31,8 +31,8 @@ def read(name, *overrides):
 
 def composed(name, *overrides, assets=None):
     recipe, where = read(name, *overrides)
-    parsed = parse_recipe(recipe, where)
-    return settings_of(parsed, typed_settings(recipe, where), assets)
+    parsed = parse_layered(Recipe, recipe, where, smoke=assets is not None)
+    return settings_of(parsed, typed_settings(recipe, where), Machine(machine_keys, assets) if assets else None)
 
 
 def variants():
@@ -59,7 +59,7 @@ def started(monkeypatch):
     """What would have been started; no Ray is named by the environment."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     calls = []
-    monkeypatch.setattr(host, "_start", lambda command, environment: calls.append((command, environment)) or 3)
+    monkeypatch.setattr(host, "start", lambda command, environment: calls.append((command, environment)) or 3)
     return calls
 
 
@@ -76,7 +76,7 @@ def test_every_row_has_its_recipe_and_its_variants():
     }
     for name in names:
         recipe, where = read(name)
-        parsed = parse_recipe(recipe, where)
+        parsed = parse_layered(Recipe, recipe, where, smoke=False)
         assert {"gpu", "npu"} <= parsed.overlays.keys()
         assert any(one.startswith("g") and one[1:].isdigit() for one in parsed.overlays)
         assert "arXiv" in parsed.paper.source
@@ -255,14 +255,3 @@ def test_values_keep_their_type_on_verl_s_command_line():
 def test_what_would_end_in_a_traceback_or_in_another_trainer_is_one_clear_error(override, words):
     with pytest.raises(ConfigurationError, match=words):
         dry("all_four", override)
-
-
-def test_a_scheduler_s_signal_ends_verl_too():
-    """In a process of its own: the child is asked to end, and its exit code comes back."""
-    script = (
-        "import os, signal, sys, threading\n"
-        "from metronome_verl import run\n"
-        "threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
-        "sys.exit(0 if run._start(['sleep', '60'], dict(os.environ)) == -signal.SIGTERM else 1)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", script], timeout=50).returncode == 0

@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 from types import ModuleType
 
-from metronome_verl.imports import on_import
-from metronome_verl.patches import apply, require_host
+from metronome_patches.imports import on_import
+from metronome_patches.ledger import apply, require_host
+from metronome_verl.host import HOST_VERSIONS
 
 ROLLOUT = "metronome_hf"
 TRANSPORT = "metronome_ray"
@@ -32,7 +33,7 @@ def attach() -> None:
     global _attached
     if _attached:
         return
-    version = require_host()
+    version = require_host("verl", HOST_VERSIONS, "metronome's CPU room")
     from . import platform
     from .patches import PATCHES
 

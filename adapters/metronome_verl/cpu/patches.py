@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from metronome_patches.ledger import Patch
 from metronome_verl.flush import FLUSH
-from metronome_verl.patches import HOST_VERSIONS, Patch
+from metronome_verl.host import HOST_VERSIONS
 
 from . import ROLLOUT
 
@@ -30,6 +31,7 @@ def with_our_rollout(registry: dict[tuple[str, str], str]) -> dict[tuple[str, st
 
 PATCHES = (
     Patch(
+        host="verl",
         target="torch.distributed:init_process_group",
         host_versions=HOST_VERSIONS,
         expects=("backend", "init_method", "timeout"),
@@ -39,6 +41,7 @@ PATCHES = (
         replace=one_gloo,
     ),
     Patch(
+        host="verl",
         target="verl.workers.rollout.base:_ROLLOUT_REGISTRY",
         host_versions=HOST_VERSIONS,
         expects=dict,

@@ -47,7 +47,7 @@ def on_import(name: str, function: AfterImport) -> None:
             raise PluginError(
                 "a function was given for a module in the middle of its own import",
                 found=name,
-                where="metronome_verl.imports.on_import",
+                where="metronome_patches.imports.on_import",
                 remedy="give it before the import starts or after it ends",
             )
     function(module)
@@ -63,7 +63,7 @@ class _Finder(MetaPathFinder):
             return None
         for finder in list(sys.meta_path):
             find = None if finder is self else getattr(finder, "find_spec", None)
-            spec = find and find(fullname, path, target)
+            spec: ModuleSpec | None = find and find(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
                     spec.loader = _Loader(spec.loader)

@@ -1,7 +1,7 @@
 """What we change in the host: one record a change, applied only to the object that it was written for.
 
-A registry with a function of its own needs no patch; whatever else of verl (or of a library, for verl) is replaced
-or written into stands here as a ``Patch``, with why, and when it can go. PATCHES.md is generated from the records.
+A registry with a function of its own needs no patch; whatever else of a host (or of a library, for it) is replaced or
+written into stands in an adapter as a ``Patch``, with why, and when it can go. The ledger page is generated from them.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 import logging
 import operator
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
@@ -19,10 +19,7 @@ from metronome.errors import PluginError
 
 from .imports import on_import
 
-HOST_VERSIONS = ">=0.9,<0.10"
-
-_log = logging.getLogger("metronome_verl")
-_log.setLevel(os.environ.get("VERL_LOGGING_LEVEL", "INFO"))
+_log = logging.getLogger("metronome_patches")
 _standing: dict[str, Any] = {}
 
 
@@ -31,8 +28,9 @@ class Patch:
     """One change of one object.
 
     Attributes:
+        host: the distribution that it was written for, as ``verl``.
         target: ``package.module:attribute`` (the attribute may have dots).
-        host_versions: the verl versions that it was written for, as a version specifier.
+        host_versions: the host's versions that it was written for, as a version specifier.
         expects: what the target must be: the leading names of its parameters, or its type.
         why: what goes wrong without it.
         upstream: where the cause stands.
@@ -40,6 +38,7 @@ class Patch:
         replace: makes the object that stands there afterwards from the one that stood there.
     """
 
+    host: str
     target: str
     host_versions: str
     expects: tuple[str, ...] | type
@@ -49,24 +48,20 @@ class Patch:
     replace: Callable[[Any], Any] = field(repr=False)
 
 
-def host_version() -> str:
-    """The version of the verl that is loaded, or being loaded, in this process."""
-    import verl
-
-    return str(verl.__version__)
-
-
-def require_host(versions: str = HOST_VERSIONS, what: str = "metronome's verl adapter") -> str:
-    """The host's version; raises PluginError when it is outside ``versions``."""
+def require_host(host: str, versions: str, what: str) -> str:
+    """The version of the distribution ``host``; raises PluginError when it is outside ``versions``."""
     from packaging.specifiers import SpecifierSet
 
-    found = host_version()
-    if not SpecifierSet(versions).contains(found, prereleases=True):
+    try:
+        found = version(host)
+    except PackageNotFoundError:
+        found = "not installed"
+    if found == "not installed" or not SpecifierSet(versions).contains(found, prereleases=True):
         raise PluginError(
-            f"{what} was written for verl {versions}",
+            f"{what} was written for {host} {versions}",
             found=found,
-            where="verl.__version__",
-            remedy="pip install 'verl==0.9.1', or switch our plug-in off with VERL_USE_EXTERNAL_PLUGINS=none",
+            where=host,
+            remedy=f"pip install '{host}{versions}'",
         )
     return found
 
@@ -75,10 +70,10 @@ def apply(patch: Patch) -> None:
     """Applies ``patch`` when the target's module is imported (now, if it already is); a second call changes nothing.
 
     Raises:
-        PluginError: verl's version is outside ``patch.host_versions``; or, at the import, the target is missing or
+        PluginError: the host's version is outside ``patch.host_versions``; or, at the import, the target is missing or
             isn't what the patch expects.
     """
-    require_host(patch.host_versions, f"the patch of {patch.target}")
+    require_host(patch.host, patch.host_versions, f"the patch of {patch.target}")
     module, _, attribute = patch.target.partition(":")
     on_import(module, lambda loaded: _change(patch, loaded, attribute))
 
@@ -106,7 +101,7 @@ def _change(patch: Patch, module: ModuleType, attribute: str) -> None:
     replacement = patch.replace(found)
     setattr(owner, name, replacement)
     _standing[patch.target] = replacement
-    _log.info("metronome: changed %s (why: PATCHES.md)", patch.target)
+    _log.info("metronome: changed %s (why: the ledger of patches)", patch.target)
 
 
 def _reaches(found: Any, standing: Any) -> bool:
@@ -130,26 +125,21 @@ def _unexpected(patch: Patch, found: str) -> PluginError:
     return PluginError(
         f"the target of a patch isn't what it was written for (expected {wanted})",
         found=found,
-        where=f"{patch.target} of verl {host_version()}",
-        remedy="pip install 'verl==0.9.1', and report this version",
+        where=f"{patch.target} with {patch.host} {version(patch.host)}",
+        remedy=f"pip install '{patch.host}{patch.host_versions}', and report this version",
     )
 
 
-def ledger(patches: Iterable[Patch]) -> str:
-    """PATCHES.md: a section a patch."""
-    parts = [
-        "# What is changed in verl\n\n"
-        "Generated from the records in `adapters/metronome_verl` by `tests/verl_host/test_patches_page.py`, which\n"
-        "keeps it current. Each is applied only in the verl releases it names and only to an object that is what it\n"
-        "expects; anything else stops with an error. Everything else goes through verl's registries.\n"
-    ]
+def ledger(patches: Iterable[Patch], host: str, opening: str) -> str:
+    """The page of a host's patches: ``opening``, then a section a patch."""
+    parts = [f"# What is changed in {host}\n\n{opening}\n"]
     for patch in patches:
         expects = (
             patch.expects.__name__ if isinstance(patch.expects, type) else f"arguments {', '.join(patch.expects)} first"
         )
         parts.append(
             f"## `{patch.target}`\n\n"
-            f"- why: {patch.why}\n- verl: {patch.host_versions}\n- expects: {expects}\n"
+            f"- why: {patch.why}\n- {host}: {patch.host_versions}\n- expects: {expects}\n"
             f"- cause: {patch.upstream}\n- can go when: {patch.remove_when}\n"
         )
     return "\n".join(parts)

@@ -1,0 +1,5 @@
+"""Attaches the CPU room where it is imported: before OpenRLHF, torch and DeepSpeed."""
+
+from metronome_openrlhf import cpu
+
+cpu.attach()

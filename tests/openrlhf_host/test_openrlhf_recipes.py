@@ -1,0 +1,286 @@
+"""Every recipe with every overlay is one that OpenRLHF's own parser and our launcher accept; bad ones say why."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("openrlhf", reason="the OpenRLHF adapter's tests need openrlhf (requirements/openrlhf.txt)")
+
+from metronome import host_process
+from metronome.errors import ConfigurationError
+from metronome.overlays import Machine, layered, parse_layered, typed_settings
+from metronome.recipes import override, parse_yaml
+from metronome_openrlhf import run as host
+from metronome_openrlhf.recipe import Recipe
+from metronome_openrlhf.smoke import FILES, keys
+
+FOLDER = Path(__file__).parents[2] / "recipes" / "openrlhf"
+RECIPES = sorted(FOLDER.glob("*.yaml"))
+
+
+def read(name, *overrides):
+    path = FOLDER / f"{name}.yaml"
+    recipe = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    for one in overrides:
+        recipe = override(recipe, one)
+    return recipe, str(path)
+
+
+def composed(name, *overrides, assets=None):
+    recipe, where = read(name, *overrides)
+    parsed = parse_layered(Recipe, recipe, where, smoke=assets is not None)
+    return layered(parsed, typed_settings(recipe, where), Machine(keys, assets) if assets else None)
+
+
+def variants():
+    for path in RECIPES:
+        overlays = parse_yaml(path.read_text(encoding="utf-8"), str(path))["overlays"]
+        for name, smoke in product(["", *overlays], [False, True]):
+            yield pytest.param(path.stem, name, smoke, id=f"{path.stem}-{name or 'plain'}{'-smoke' if smoke else ''}")
+
+
+DEFAULTS = {"output": None, "resume": None, "smoke": False}
+
+
+def run(name, *overrides, **others):
+    recipe, where = read(name, *overrides)
+    return host.run(recipe, where=where, **(DEFAULTS | {"dry_run": False} | others))
+
+
+def dry(name, *overrides, **others):
+    return run(name, *overrides, dry_run=True, **others)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What would have been started."""
+    calls = []
+    monkeypatch.setattr(host, "start", lambda command, environment: calls.append((command, dict(environment))) or 3)
+    return calls
+
+
+def test_every_row_has_its_recipe_and_its_variants():
+    names = {path.stem for path in RECIPES}
+    assert names == {
+        "sagc_baselines",
+        "sagc",
+        "periodic_qwen3_8b",
+        "a3po_setup1",
+        "a3po_setup2",
+        "long_prompt",
+        "all_four",
+    }
+    for name in names:
+        recipe, where = read(name)
+        parsed = parse_layered(Recipe, recipe, where, smoke=False)
+        assert {"gpu", "npu"} <= parsed.overlays.keys()
+        assert any(one.startswith("g") and one[1:].isdigit() for one in parsed.overlays)
+        assert "arXiv" in parsed.paper.source
+        assert parsed.paper.ours
+        assert "no code for NPUs" in parsed.overlays["npu"].note
+
+
+@pytest.mark.parametrize(("name", "overlay", "smoke"), list(variants()))
+def test_openrlhf_s_parser_and_our_launcher_accept_every_variant(name, overlay, smoke, capsys):
+    chosen = [f"overlay={overlay}"] if overlay else []
+    assert dry(name, *chosen, smoke=smoke) == 0
+    assert "Nothing was started." in capsys.readouterr().out
+    args, _ = composed(name, *chosen, assets=Path("/tiny") if smoke else None)
+    assert "{assets}" not in str(args)
+    assert "~" not in str(args)  # OpenRLHF doesn't expand it
+    if smoke:
+        assert args["actor.model_name_or_path"] == "/tiny/model"
+        assert not args["ds.packing_samples"]  # there is no flash attention
+
+
+@pytest.mark.parametrize("name", ["sagc_baselines", "a3po_setup1", "a3po_setup2", "long_prompt", "periodic_qwen3_8b"])
+def test_a_batch_is_a_whole_number_of_optimiser_steps(name):
+    """What OpenRLHF leaves over stays in the gradient of the next batch."""
+    for one in ["", *parse_yaml((FOLDER / f"{name}.yaml").read_text(), name)["overlays"]]:
+        args, _ = composed(name, *([f"overlay={one}"] if one else []))
+        size = args["rollout.n_samples_per_prompt"]
+        assert args["rollout.batch_size"] * size % args["train.batch_size"] == 0
+        ranks = args["actor.num_nodes"] * args["actor.num_gpus_per_node"]
+        assert args["train.batch_size"] % (args["train.micro_batch_size"] * ranks) == 0
+
+
+def test_openrlhf_s_baselines_have_nothing_of_ours():
+    for overlay in ("g4", "g8", "g16", "grpo", "qwen2_5_3b"):
+        assert composed("sagc_baselines", f"overlay={overlay}")[1] == {}
+    # and SAGC's recipe differs from them by our block alone
+    assert composed("sagc")[0] == composed("sagc_baselines")[0]
+
+
+def test_a_dry_run_prints_the_command_and_starts_nothing(capsys, started, tmp_path):
+    assert dry("all_four", smoke=True, output=str(tmp_path / "out")) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "python -m metronome_openrlhf \\\n",
+        "--metronome.cpu \\\n",
+        "--metronome.loss=a3po",
+        "'--metronome.sagc.sizes=[2,4]'",
+        f"--ckpt.path {tmp_path / 'out' / 'checkpoints'} \\\n",
+        f"data: python -m metronome_openrlhf.cpu.assets {tmp_path / 'out' / 'smoke'}",
+        "metronome: --ds.grad_accum_dtype fp32",  # what the launcher will set besides
+        "Nothing was started.",
+    ):
+        assert part in said
+    assert "git clone" not in said  # the recipe's own data aren't needed
+    assert not started
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_printed_command_is_one_that_a_shell_reads_back(capsys, started):
+    import shlex
+
+    dry("a3po_setup1")
+    printed = capsys.readouterr().out.partition("python -m metronome_openrlhf")[2].partition("Nothing was")[0]
+    run("a3po_setup1")
+    assert shlex.split(printed.replace("\\\n", " ")) == started[0][0][3:]
+
+
+def test_an_overlay_says_what_lacks(capsys):
+    dry("all_four", "overlay=npu")
+    assert "metronome: npu: OpenRLHF 0.11.2 has no code for NPUs" in capsys.readouterr().out
+    dry("all_four", "overlay=gpu")
+    assert "NPU" not in capsys.readouterr().out
+
+
+def test_without_openrlhf_a_dry_run_says_that_nothing_was_validated_and_a_run_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(host, "openrlhf_folder", lambda: None)
+    assert dry("sagc") == 0
+    assert "not validated" in capsys.readouterr().out
+    with pytest.raises(ConfigurationError, match=r"metronome-rl\[openrlhf\]"):
+        run("sagc")
+
+
+def test_a_dry_run_imports_neither_ray_nor_torch_nor_openrlhf():
+    """It answers in a second, and on a machine without flash-attn, which OpenRLHF imports."""
+    script = (
+        "import sys\n"
+        "from metronome.recipes import load_recipe\n"
+        "from metronome_openrlhf.command import flags_of, openrlhf_folder, validate\n"
+        "recipe = load_recipe(sys.argv[1])\n"
+        "validate(flags_of(recipe['args'], {}), openrlhf_folder(), 'recipe')\n"
+        "print(sorted({'ray', 'torch', 'openrlhf', 'vllm', 'flash_attn'} & {*sys.modules}))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(FOLDER / "sagc_baselines.yaml")], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_command_line_has_the_last_word_over_overlays():
+    args, block = composed("sagc", "overlay=g8", "metronome.fixed.size=6", "args.train.batch_size=192")
+    assert block == {"group_controller": "fixed", "fixed.size": 6}
+    assert args["train.batch_size"] == 192
+    args, _ = composed("long_prompt", "overlay=g16", "args.rollout.n_samples_per_prompt=8")  # the recipe's own value
+    assert args["rollout.n_samples_per_prompt"] == 8
+    args, _ = composed("sagc", "args.train.micro_batch_size=2", assets=Path("/tiny"))
+    assert args["train.micro_batch_size"] == 2
+
+
+def test_a_run_starts_our_launcher_and_returns_its_exit_code(started):
+    assert run("a3po_setup1") == 3
+    [(command, environment)] = started
+    assert command[:3] == [sys.executable, "-m", "metronome_openrlhf"]
+    assert command[command.index("--actor.eps_clip") + 1] == "0.4"
+    assert "--metronome.cpu" not in command
+    assert environment == dict(os.environ)
+
+
+def test_a_smoke_run_makes_its_model_and_data_and_writes_beside_them(started, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # Ray would refuse to pretend more
+    assert run("all_four", "overlay=bounded", smoke=True) == 3
+    [folder] = tmp_path.glob("metronome-smoke-*")
+    assert {one.name for one in folder.iterdir()} == {*FILES}
+    assert str(folder) in capsys.readouterr().out
+    [(command, environment)] = started
+    assert command[command.index("--actor.model_name_or_path") + 1] == str(folder / "model")
+    assert command[command.index("--ckpt.path") + 1] == str(folder / "checkpoints")
+    assert command[command.index("--ckpt.output_dir") + 1] == str(folder / "trained")
+    assert {"--metronome.cpu", "--metronome.rollout_source=bounded"} <= {*command}
+    assert environment["HF_HUB_OFFLINE"] == "1"
+    assert "CUDA_VISIBLE_DEVICES" not in environment
+
+
+def test_a_smoke_run_takes_the_user_s_model_and_data_and_names_a_part_that_lacks(started, tmp_path):
+    for name in FILES:
+        (tmp_path / name).touch()
+    assert run("sagc", f"assets={tmp_path}", smoke=True, output=str(tmp_path / "out")) == 3
+    assert str(tmp_path / "prompts.jsonl") in started[0][0]
+    assert not (tmp_path / "out").exists()  # nothing was made
+    (tmp_path / "reward.py").unlink()
+    with pytest.raises(ConfigurationError, match=r"no reward\.py"):
+        run("sagc", f"assets={tmp_path}", smoke=True)
+    with pytest.raises(ConfigurationError, match="--smoke"):
+        run("sagc", f"assets={tmp_path}")
+    assert len(started) == 1
+
+
+def test_a_folder_that_can_t_be_written_is_one_clear_error(started, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match=r"can't be written.*--output FOLDER"):
+        run("sagc", smoke=True, output=str(tmp_path / "file" / "below"))
+    assert not started
+
+
+def test_a_run_goes_on_in_the_folder_that_it_wrote(started, tmp_path):
+    assert run("sagc", output=str(tmp_path)) == 3
+    written = started[0][0]
+    assert written[written.index("--ckpt.path") + 1] == str(tmp_path / "checkpoints")
+    assert "--ckpt.load_enable" not in written
+    with pytest.raises(ConfigurationError, match="checkpoints/_actor/latest"):
+        run("sagc", resume=str(tmp_path))
+    actor = tmp_path / "checkpoints" / "_actor"
+    actor.mkdir(parents=True)
+    (actor / "latest").write_text("global_step2")
+    assert run("sagc", resume=str(tmp_path)) == 3
+    resumed = started[1][0]
+    assert "--ckpt.load_enable" in resumed
+    assert [one for one in resumed if one != "--ckpt.load_enable"] == written
+    with pytest.raises(ConfigurationError, match="leave --output out"):
+        run("sagc", output="a", resume="b")
+    assert len(started) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["overlay=nppu"], "npu"),
+        (["overlay=smoke"], "--smoke"),
+        (["argz.a=1"], "did you mean 'args'|args"),
+        (["paper.rows=1"], "row"),
+        (["args.train.batch_sise=4"], r"--train\.batch_sise 4.*--train\.batch_size"),
+        (["args.algo.advantage.estimator=grpo"], "invalid choice: 'grpo'.*group_norm"),
+        (["args.ds={}"], r"no mapping.*args\.ds"),
+        (["metronome.group_controler=fixed"], "group_controller"),
+        (["overlay=g8", "metronome.sagc.tau=3.0"], "isn't selected"),
+        (["metronome.rollout_source=periodic"], r"--train\.colocate_all"),
+        (["args.vllm.num_engines=4"], r"must be as many.*vllm\.num_engines: 8"),
+        (["args.algo.kl.init_coef=0.1", "args.ref.num_gpus_per_node=4"], r"ref\.num_gpus_per_node: 8"),
+        (["args.vllm.num_engines=null"], "TypeError"),  # OpenRLHF's main compares it unseen
+    ],
+)
+def test_a_bad_recipe_is_refused_in_one_line_that_names_the_key(overrides, words):
+    with pytest.raises(ConfigurationError, match=words) as refused:
+        dry("sagc", *overrides)
+    assert refused.value.exit_code == 2
+    assert "\n" not in str(refused.value)
+
+
+def test_compare_is_refused_with_the_reason():
+    recipe, where = read("sagc")
+    with pytest.raises(ConfigurationError, match=r"once per value of metronome\.loss"):
+        host.compare(recipe, ("metronome.loss", ["ppo", "a3po"]), where=where, output=None)
+
+
+def test_a_started_process_has_its_environment_and_returns_its_exit_code():
+    command = [sys.executable, "-c", "import os, sys; sys.exit(int(os.environ['CODE']))"]
+    assert host_process.start(command, {"CODE": "7"}) == 7
