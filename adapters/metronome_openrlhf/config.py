@@ -117,8 +117,8 @@ def arrange(args: Any, block: dict[str, Any], device: str) -> list[str]:
         _check_promise(part, facts_of(args))
         if device != "cpu" and not args.train.full_determinism_enable:
             notes.append(
-                "rollouts don't follow seeds by prompt: the gradient is that of one batch of these rollouts, another run"
-                " samples others  (--train.full_determinism_enable seeds every request)"
+                "rollouts don't follow seeds by prompt: the gradient is that of one batch of these rollouts, another"
+                " run samples others  (--train.full_determinism_enable seeds every request)"
             )
     if part.own_loss:
         _loss(args, part, notes)

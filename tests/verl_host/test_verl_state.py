@@ -161,7 +161,7 @@ def test_metronome_run_refuses_to_resume_from_a_damaged_state_before_verl_starts
     made = simple(SynchronousTrainer, "synchronous", {}, checkpoints)
     made._save_checkpoint()
     started = []
-    monkeypatch.setattr(run, "_start", lambda *_: started.append("verl") or 0)
+    monkeypatch.setattr(run, "start", lambda *_: started.append("verl") or 0)
     path = Path(metronome_verl.__file__).parents[2] / "recipes" / "verl" / "sagc.yaml"
     recipe = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     options = {"where": str(path), "output": None, "resume": str(checkpoints), "dry_run": False, "smoke": False}
