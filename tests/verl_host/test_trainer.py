@@ -25,6 +25,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import reduce_metrics
 
+import metronome_patches
 import metronome_verl
 from metronome.contracts import GroupStats, StepStats
 from metronome.device import resolve_device
@@ -479,13 +480,17 @@ def test_keys_of_ours_without_our_trainer_are_told_before_anything_starts(argume
 
 @pytest.mark.parametrize(
     ("broken", "said"),
-    [("imports.py", "attaching to verl failed"), ("worker.py", "registering the trainer failed")],
+    [
+        ("metronome_patches/imports.py", "attaching to verl failed"),
+        ("metronome_verl/worker.py", "registering the trainer failed"),
+    ],
 )
 def test_a_failing_import_of_ours_is_loud_and_a_run_that_selects_our_trainer_fails(tmp_path, broken, said):
-    """In a process of its own, with a copy of our package in which one module is broken before ours on the path."""
-    copy = tmp_path / "metronome_verl"
-    shutil.copytree(Path(metronome_verl.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    with (copy / broken).open("a") as module:
+    """In a process of its own, with copies of our packages in which one module is broken before ours on the path."""
+    for package in (metronome_patches, metronome_verl):
+        folder = Path(package.__file__).parent
+        shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / broken).open("a") as module:
         module.write("\nraise ImportError('broken on purpose')\n")
     script = (
         "import verl, metronome_verl\n"
