@@ -1,0 +1,138 @@
+"""What a mode needs of AReaL's configuration is set and said, or refused with the key to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from metronome.contracts import RunFacts
+from metronome.errors import ConfigurationError
+from metronome_areal.arguments import WHERE, put, refuse
+from metronome_areal.config import Part
+from metronome_areal.flow import NEVER
+
+_KEYS = {"accumulation_dtype": "actor.fsdp_grad_dtype", "dropout": "actor.disable_dropout=true"}
+
+
+def arrange(config: Any, part: Part) -> list[str]:
+    """Sets in ``config`` what the chosen hooks need; returns what was set, as lines to print.
+
+    Raises ConfigurationError for what can't be true together, with the key that mends it.
+    """
+    notes: list[str] = []
+    if not part.block:
+        return notes
+    _engines(config)
+    if part.own_loss:
+        _loss(config, part, notes)
+    if part.mode == "periodic":
+        _one_step(config, part, notes)
+    if part.owns_rollouts:
+        put(config, "rollout.max_head_offpolicyness", NEVER, notes, "metronome's rollout source owns admission")
+    return notes
+
+
+def _engines(config: Any) -> None:
+    for name, section in (("actor", config.actor), ("rollout", config.rollout)):
+        refuse(
+            getattr(section, "_version", "v1") == "v2",
+            "v2's gateway controllers have fixed routes, and no place for our methods",
+            f"{name}._version",
+            "v2",
+            f"{name}._version=v1",
+        )
+    backend = str(config.actor.backend)
+    refuse(
+        not backend.startswith("fsdp"),
+        "hooks are written for AReaL's FSDP engine",
+        "actor.backend",
+        backend,
+        "fsdp:d<ranks>, or no metronome block",
+    )
+
+
+def _loss(config: Any, part: Part, notes: list[str]) -> None:
+    actor, name = config.actor, f"{WHERE}.loss={part.settings.loss}"
+    for key, on, why in (
+        ("use_sapo_loss", actor.use_sapo_loss, "SAPO is another loss"),
+        ("m2_threshold", actor.m2_threshold is not None, "M2PO masks by a loss of its own"),
+        (
+            "rejection_sampling",
+            actor.rejection_sampling is not None,
+            "AReaL's rejection sampling and ours both weigh samples by one ratio",
+        ),
+        (
+            "importance_sampling_level",
+            actor.importance_sampling_level != "token",
+            "GSPO's ratio of whole rows is another loss",
+        ),
+    ):
+        refuse(on, f"{name}: {why}", f"actor.{key}", getattr(actor, key), f"leave actor.{key} out")
+    refuse(config.teacher is not None, f"{name}: a teacher's loss isn't added", "teacher", "set", "teacher=null")
+    method = "recompute" if part.selection.loss.needs_proximal_forward else "loglinear"
+    put(config, "actor.use_decoupled_loss", True, notes, f"{name} gets the engines' log-probs")
+    put(
+        config,
+        "actor.prox_logp_method",
+        method,
+        notes,
+        f"{name}: {'a' if method == 'recompute' else 'no'} forward pass",
+    )
+
+
+def _one_step(config: Any, part: Part, notes: list[str]) -> None:
+    name = f"{WHERE}.rollout_source=periodic"
+    actor = config.actor
+    put(config, "actor.ppo_n_minibatches", 1, notes, f"{name}: one optimiser step a period")
+    for key, norm in (("actor.adv_norm", actor.adv_norm), ("actor.reward_norm", actor.reward_norm)):
+        if norm is not None:
+            levels = (norm.mean_level, norm.std_level)
+            refuse(
+                "batch" in levels,
+                f"{name}: statistics over the batch aren't known before its last group",
+                f"{key}.mean_level, {key}.std_level",
+                ", ".join(str(level) for level in levels),
+                f"group, or none, and {key}.group_size={config.gconfig.n_samples}",
+            )
+    refuse(config.critic is not None, f"{name}: a critic learns over the batch", "critic", "set", "critic=null")
+    refuse(config.teacher is not None, f"{name}: a teacher isn't tested with parts", "teacher", "set", "teacher=null")
+    refuse(
+        actor.enable_tree_training,
+        f"{name}: tree training isn't tested with parts of a batch",
+        "actor.enable_tree_training",
+        True,
+        f"false, and {WHERE}.attention=shared_prompt",
+    )
+    refuse(
+        actor.offload or config.rollout.scheduling_strategy.type == "colocation",
+        f"{name}: generation and training overlap only on devices of their own",
+        "rollout.scheduling_strategy",
+        "colocation",
+        "separation",
+    )
+    for key in ("per_layer_optim_step", "offload_params"):
+        refuse(
+            getattr(actor.fsdp, key), f"{name}: isn't tested with parts of a batch", f"actor.fsdp.{key}", True, "false"
+        )
+    refuse(config.dynamic_bs, f"{name}: what is trained would depend on arrival", "dynamic_bs", True, "false")
+    _check_promise(part, facts_of(config))
+
+
+def facts_of(config: Any) -> RunFacts:
+    """What the run does, as far as periodic asynchrony's promise depends on it."""
+    actor = config.actor
+    return RunFacts(
+        optimiser_steps=int(actor.ppo_n_minibatches),
+        normaliser="token-mean",
+        dropout=0.0 if actor.disable_dropout else 0.1,
+        accumulation_dtype=str(actor.optimizer_dtype),
+    )
+
+
+def _check_promise(part: Part, facts: RunFacts) -> None:
+    try:
+        part.selection.rollout_source.check(facts)
+    except ConfigurationError as error:
+        fact = str(error.remedy).partition(":")[0]
+        raise ConfigurationError(
+            error.what, where=f"{WHERE}.rollout_source={part.mode}", remedy=_KEYS.get(fact, error.remedy)
+        ) from None

@@ -1,0 +1,192 @@
+"""Prompts out, groups in: our rollout source decides, AReaL's dispatcher runs what it is given.
+
+AReaL's staleness manager gets a bound that never bites, so that admission has one owner.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from metronome.contracts import Flow, GroupStats, RolloutSource, Verdict
+from metronome.errors import MetronomeError, WaitTimeout
+
+NEVER = 10**9
+_LOOK = 1.0
+
+
+@dataclass
+class Task:
+    """A prompt on its way."""
+
+    data: dict[str, Any]
+    size: int
+    start: float
+
+
+@dataclass
+class Arrived:
+    """A finished group: the workflow's dict, the versions of its trained tokens, what the controller is told."""
+
+    group: dict[str, Any]
+    versions: list[int]
+    stats: GroupStats
+    task: Task = field(repr=False)
+
+
+class PromptFlow:
+    """The prompts of a run, in the order of the data, and the groups that come back.
+
+    Args:
+        rollout: AReaL's inference engine or controller: ``submit`` and its dispatcher.
+        source: decides how many prompts may be out and which finished groups are trained.
+        prompts: the data, without end.
+        largest: tokens a response may have, for the controller's statistics.
+        seconds: silence after which waiting is an error.
+
+    Attributes:
+        submit: ``(data, size) -> task_id``; set before the first period.
+        accept: AReaL's ``should_accept_fn``, resolved; a group that it refuses is replaced by another prompt's.
+    """
+
+    def __init__(
+        self,
+        rollout: Any,
+        source: RolloutSource,
+        prompts: Iterator[dict[str, Any]],
+        largest: int,
+        seconds: float,
+    ) -> None:
+        self._rollout, self.source, self.batch = rollout, source, 0
+        self._prompts = prompts
+        self.submit: Callable[[dict[str, Any], int], int]
+        self.accept: Callable[[dict[str, Any]], bool] | None = None
+        self._largest, self._seconds = largest, seconds
+        self._running: dict[int, Task] = {}
+        self._again: deque[dict[str, Any]] = deque()
+        self._queued: deque[Arrived] = deque()
+        self.trained = 0
+        self.version = 0
+        self.dropped = 0
+        self.size = 1
+        self.generated: list[GroupStats] = []
+        self._failed_in_a_row = self.failed = 0
+
+    def open(self, version: int, size: int, batch: int) -> None:
+        """Begins a period of ``version`` with ``batch`` groups of ``size``; what is out stays out."""
+        self.version, self.size, self.batch, self.trained = version, size, batch, 0
+        self.generated = []
+        self.dispatch()
+
+    def dispatch(self) -> None:
+        """Submits as many prompts as the source allows."""
+        for _ in range(self.source.capacity(self._flow())):
+            data = self._again.popleft() if self._again else next(self._prompts)
+            task = Task(data, self.size, time.monotonic())
+            self._running[self.submit(data, self.size)] = task
+
+    def take(self, most: int, block: bool = True) -> list[Arrived]:
+        """Finished groups that may be trained now, at most ``most``; waits for the first if ``block``.
+
+        Raises WaitTimeout after ``seconds`` without an arrival, and MetronomeError if nothing but failures arrives.
+        """
+        silent = time.monotonic()
+        while True:
+            if self._collect(_LOOK if block and not self._queued else 0.0):
+                silent = time.monotonic()
+            self.dispatch()
+            found = self._released(most)
+            if found or not block:
+                return found
+            self.check_silence(silent)
+
+    def check_silence(self, since: float) -> None:
+        """Raises WaitTimeout if nothing has finished since ``since`` for too long."""
+        if time.monotonic() - since > self._seconds:
+            raise WaitTimeout(
+                f"no group has finished for {self._seconds:.0f} s",
+                found=f"{len(self._running)} prompts out, {len(self._queued)} groups waiting",
+                where="rollout",
+                remedy="look at the inference servers' logs, or a larger rollout.request_timeout",
+            )
+
+    def complete(self) -> bool:
+        """Whether the period has its batch."""
+        return self.source.period_complete(self._flow())
+
+    def prompts_out(self) -> list[dict[str, Any]]:
+        """Prompts that were taken from the data and aren't trained, for a checkpoint."""
+        waiting = [one.task.data for one in self._queued]
+        return [*waiting, *(task.data for task in self._running.values()), *self._again]
+
+    def _flow(self) -> Flow:
+        return Flow(self.version, self.batch, len(self._running), len(self._queued), self.trained)
+
+    def _released(self, most: int) -> list[Arrived]:
+        found: list[Arrived] = []
+        while len(found) < min(most, self.source.release(self._flow())) and self._queued:
+            one = self._queued.popleft()
+            if self.source.verdict(one.versions, self.version) is Verdict.DROP:
+                self.dropped += 1
+                self._again.append(one.task.data)
+                continue
+            self.trained += 1
+            found.append(one)
+        return found
+
+    def _collect(self, seconds: float) -> int:
+        """Takes what has finished, waiting up to ``seconds`` for the first; how many."""
+        dispatcher = _dispatcher(self._rollout)
+        with dispatcher._result_cv:
+            dispatcher._check_thread_exception()
+            if seconds and not dispatcher._pending_results:
+                dispatcher._result_cv.wait(timeout=seconds)
+                dispatcher._check_thread_exception()
+            done = [number for number in dispatcher._pending_results if number in self._running]
+            results = {number: dispatcher._pending_results.pop(number) for number in done}
+            dispatcher._active_task_ids.difference_update(done)
+        for number, result in results.items():
+            self._arrived(self._running.pop(number), result.data)
+        return len(results)
+
+    def _arrived(self, task: Task, result: Any) -> None:
+        if result is None:
+            self._failed_in_a_row += 1
+            self.failed += 1
+            if self._failed_in_a_row > 4 * self.batch:
+                raise MetronomeError(
+                    "every group fails",
+                    found=f"{self._failed_in_a_row} in a row without a result",
+                    where="the workflow's arun_episode",
+                    remedy="AReaL's log has each error: 'Workflow execution failed'",
+                )
+            return
+        self._failed_in_a_row = 0
+        group = result.trajectory
+        stats = stats_of(group, task, self._largest)
+        self.generated.append(stats)
+        if self.accept is not None and not self.accept(group):
+            return
+        mask = group["loss_mask"].bool()
+        self._queued.append(Arrived(group, sorted({int(one) for one in group["versions"][mask]}), stats, task))
+
+
+def stats_of(group: dict[str, Any], task: Task, largest: int) -> GroupStats:
+    """What a group controller is told of a group."""
+    lengths = group["loss_mask"].sum(1).tolist()
+    return GroupStats(
+        size=task.size,
+        lengths=[int(one) for one in lengths],
+        truncated=[int(one) >= largest for one in lengths],
+        rewards=[float(one) for one in group["rewards"]],
+        start=task.start,
+        end=time.monotonic(),
+    )
+
+
+def _dispatcher(rollout: Any) -> Any:
+    executor = getattr(rollout, "workflow_executor", None)
+    return rollout.dispatcher if executor is None else executor.dispatcher

@@ -1,0 +1,46 @@
+"""Whether a step moved the weights: a sum over their bits, before and after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def fingerprint(module: Any) -> list[int]:
+    """One integer a trained parameter of this rank's shard: the sum of its values, their bits read as integers."""
+    sums = []
+    for one in module.parameters():
+        if one.requires_grad:
+            local = one.to_local() if isinstance(one, DTensor) else one
+            sums.append(local.detach().contiguous().view(_BITS[local.element_size()]).sum(dtype=torch.int64))
+    return [int(one) for one in torch.stack([one.cpu() for one in sums])] if sums else []
+
+
+class Movement:
+    """What happened to the weights since the update before, and the largest learning rate used since."""
+
+    def __init__(self) -> None:
+        self._before: list[int] | None = None
+        self._rate = 0.0
+
+    def before_step(self, engine: Any) -> None:
+        """Notes the learning rate of a step to come, and the weights if nothing is known of them."""
+        if self._before is None:
+            self._before = fingerprint(engine.model)
+        self._rate = max([self._rate, *(float(group["lr"]) for group in engine.optimizer.param_groups)])
+
+    def after_step(self, engine: Any) -> dict[str, float]:
+        """``metronome/weights/changed`` (0 or 1, on any rank) and ``/lr``; starts anew."""
+        now = fingerprint(engine.model)
+        changed = torch.tensor([int(now != self._before)])
+        if dist.is_initialized():
+            dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=engine.cpu_group)
+        found = {"metronome/weights/changed": float(changed), "metronome/weights/lr": self._rate}
+        self._before, self._rate = None, 0.0
+        return found
