@@ -92,6 +92,9 @@ def _own(norm: Normalization | None, config: Any) -> TrueGroups | None:
 class OwnPPOActor(PPOActor):
     """AReaL's PPOActor over true groups; everything else is AReaL's."""
 
+    adv_norm: Any
+    reward_norm: Any
+
     def __init__(self, config: Any, engine: Any) -> None:
         super().__init__(config, engine)
         self.adv_norm = _own(self.adv_norm, config.adv_norm)

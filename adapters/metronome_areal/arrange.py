@@ -70,13 +70,8 @@ def _loss(config: Any, part: Part, notes: list[str]) -> None:
     refuse(config.teacher is not None, f"{name}: a teacher's loss isn't added", "teacher", "set", "teacher=null")
     method = "recompute" if part.selection.loss.needs_proximal_forward else "loglinear"
     put(config, "actor.use_decoupled_loss", True, notes, f"{name} gets the engines' log-probs")
-    put(
-        config,
-        "actor.prox_logp_method",
-        method,
-        notes,
-        f"{name}: {'a' if method == 'recompute' else 'no'} forward pass",
-    )
+    passes = "a" if method == "recompute" else "no"
+    put(config, "actor.prox_logp_method", method, notes, f"{name}: {passes} forward pass")
 
 
 def _one_step(config: Any, part: Part, notes: list[str]) -> None:

@@ -52,7 +52,7 @@ def with_block(kind: type[Any]) -> type[Any]:
     """``kind``, or a subclass of it with a ``metronome`` field, for a user's own configuration class."""
     if "metronome" in getattr(kind, "__dataclass_fields__", {}):
         return kind
-    block = ("metronome", dict[str, Any], field(default_factory=dict))
+    block: Any = ("metronome", dict[str, Any], field(default_factory=dict))
     return make_dataclass(kind.__name__, [block], bases=(kind,), namespace={"__module__": kind.__module__})
 
 

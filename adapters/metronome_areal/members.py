@@ -12,7 +12,7 @@ from areal.utils.data import concat_padded_tensors
 _log = logging.getLogger("metronome")
 
 
-class Members(RolloutWorkflow):  # type: ignore[misc]
+class Members(RolloutWorkflow):
     """``size`` episodes of ``workflow`` for one prompt, side by side.
 
     A member that fails, or whose episode is refused (None), is left out; a group without members is refused. One

@@ -1,7 +1,7 @@
 """Packed rows that don't see each other, under attention that knows no row lengths.
 
 AReaL's FSDP engine packs rows into one and hands the model an empty mask, which only flash attention's row lengths
-mend: with ``sdpa``, ``eager`` and ``flex_attention`` a row attends to the rows before it (docs/areal.md shows 0.3 nats).
+mend: with ``sdpa``, ``eager`` and ``flex_attention`` a row attends to the rows before it (docs/areal.md: 0.3 nats).
 Without a mask transformers reads the rows off the position ids, which start again at every row.
 """
 

@@ -118,7 +118,7 @@ class PeriodicActor(FlowActor):
         """The batch as it is: a part's advantages are computed with it."""
         return batch
 
-    def ppo_update(self, batch: Batch) -> None:
+    def ppo_update(self, batch: Any) -> None:
         """Trains the groups as they finish, then steps once."""
         engine, waited, parts = self._engine, 0.0, 0
         engine.metronome_begin()

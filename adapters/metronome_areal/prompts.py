@@ -43,7 +43,7 @@ class Prompts:
     def __next__(self) -> dict[str, Any]:
         while not self._here:
             if self._batches is None:
-                sampler = getattr(self._loader, "sampler", None)
+                sampler: Any = getattr(self._loader, "sampler", None)
                 if hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(self._epoch)
                 self._batches = iter(self._loader)

@@ -18,12 +18,15 @@ from metronome_areal.periodic import FlowActor, PeriodicActor, Reference
 from metronome_areal.prompts import Prompts
 
 
-class PPOTrainer(HostTrainer):  # type: ignore[misc]
+class PPOTrainer(HostTrainer):
     """AReaL's ``PPOTrainer``; the methods it makes its engines with give ours.
 
     Raises ConfigurationError, before any engine is made, for a block that can't be true with the rest of the
     configuration, and for another AReaL.
     """
+
+    actor: Any
+    ref: Any
 
     def __init__(self, config: Any, train_dataset: Any = None, valid_dataset: Any = None) -> None:
         check_host()
