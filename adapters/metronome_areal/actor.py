@@ -11,7 +11,8 @@ from areal.utils import stats_tracker
 from metronome_areal.accumulate import Accumulation
 from metronome_areal.advantages import OwnPPOActor
 from metronome_areal.config import part_of
-from metronome_areal.levelling import levelled
+from metronome_areal.cpu.engine import RoomEngine
+from metronome_areal.levelling import MASKED, levelled, masked
 from metronome_areal.loss import HostLoss
 from metronome_areal.packing import needs_rows, separate_rows
 from metronome_areal.weights import Movement
@@ -27,6 +28,7 @@ class MetronomeActor(FSDPPPOActor):
         self.loss = HostLoss(self.part.selection.loss) if self.part.own_loss else None
         self.movement = Movement()
         self._accumulation = Accumulation(self)
+        self.found: dict[str, float] = {}
         self._steps = 0  # optimiser steps of the update under way
 
     # --- AReaL's own update ---------------------------------------------------------------------------
@@ -66,6 +68,7 @@ class MetronomeActor(FSDPPPOActor):
 
         Returns the groups with their advantages.
         """
+        groups = [masked(one) if one.pop(MASKED, False) else one for one in groups]
         groups = levelled(groups, self.data_parallel_group)
         if not groups:
             return []
@@ -84,6 +87,20 @@ class MetronomeActor(FSDPPPOActor):
             stats_tracker.scalar(**{name: value for name, value in found.items() if "/" not in name})
         self._record()
         return found
+
+    # --- publication ----------------------------------------------------------------------------------
+
+    def _update_weights_from_disk(self, meta: Any) -> None:
+        """AReaL's; into an engine of this process weights are copied."""
+        if isinstance(self.rollout_engine, RoomEngine):
+            self.rollout_engine.take_weights(self, meta.version)
+            dist.barrier(group=self.cpu_group)
+        else:
+            super()._update_weights_from_disk(meta)
+
+    def metronome_found(self) -> dict[str, float]:
+        """What the last update recorded."""
+        return self.found
 
     # --- model inputs ---------------------------------------------------------------------------------
 

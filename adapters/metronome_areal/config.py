@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -67,6 +67,7 @@ class Part:
         block: the block as written, without ``in_flight`` and ``cpu``.
         in_flight: what a publication does to running requests.
         device: ``cpu``, ``cuda`` or ``npu``.
+        room: whether this is the CPU room, which generates in the trainer's process.
     """
 
     mode: str
@@ -75,6 +76,7 @@ class Part:
     block: Mapping[str, Any]
     in_flight: str
     device: str
+    room: bool = False
 
     @property
     def own_loss(self) -> bool:
@@ -109,7 +111,7 @@ def read(config: Any) -> Part:
     in_flight = block.pop("in_flight", None)
     device = "cpu" if cpu else _device()
     mode = str(block.get("rollout_source", "synchronous"))
-    part = _resolved(block, _in_flight(in_flight, mode), device, int(config.seed))
+    part = replace(_resolved(block, _in_flight(in_flight, mode), device, int(config.seed)), room=cpu)
     if part.mode not in MODES:
         raise ConfigurationError(
             "this rollout source has no trainer in AReaL",

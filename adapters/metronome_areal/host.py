@@ -30,7 +30,7 @@ _EXPECTED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("areal.trainer.rl_trainer", "PPOTrainer._init_rollout", ("self", "rollout_config", "is_eval", "lora_path")),
     ("areal.trainer.ppo.actor", "PPOActor.compute_advantages", ("self", "data")),
     ("areal.trainer.ppo.actor", "PPOActor._compute_advantages", ("self", "data")),
-    ("areal.trainer.ppo.actor", "PPOActor.ppo_update", ("self", "data")),
+    ("areal.trainer.ppo.actor", "PPOActor.ppo_update", ("args", "kwargs")),  # behind a decorator
     ("areal.engine.fsdp_engine", "FSDPEngine.train_batch", ("self", "input_", "loss_fn", "loss_weight_fn")),
     ("areal.engine.fsdp_engine", "FSDPEngine.optimizer_step", ("self",)),
     (

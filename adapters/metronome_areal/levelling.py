@@ -8,6 +8,10 @@ import torch
 import torch.distributed as dist
 
 
+MASKED = "metronome_masked"
+"""Key of a group that fills a part up, and of which nothing is trained."""
+
+
 def levelled(groups: list[dict[str, Any]], group: Any) -> list[dict[str, Any]]:
     """``groups``, or a masked copy of another rank's shortest row on a rank that has none.
 

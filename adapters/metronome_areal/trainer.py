@@ -10,6 +10,7 @@ from areal.utils.environ import is_single_controller
 
 from metronome_areal.arrange import arrange
 from metronome_areal.config import read, told
+from metronome_areal.cpu.arguments import enter
 from metronome_areal.flow import NEVER, PromptFlow
 from metronome_areal.host import check_host
 from metronome_areal.members import Members
@@ -31,7 +32,7 @@ class PPOTrainer(HostTrainer):
     def __init__(self, config: Any, train_dataset: Any = None, valid_dataset: Any = None) -> None:
         check_host()
         self.part = read(config)
-        for line in arrange(config, self.part):
+        for line in [*(enter(config) if self.part.room else []), *arrange(config, self.part)]:
             print(f"metronome: {line}", flush=True)
         super().__init__(config, train_dataset, valid_dataset)
 
@@ -73,7 +74,7 @@ class PPOTrainer(HostTrainer):
         return actor
 
     def _init_rollout(self, rollout_config: Any, is_eval: bool = False, lora_path: str | None = None) -> Any:
-        if self.part.device != "cpu":
+        if not self.part.room:
             return super()._init_rollout(rollout_config, is_eval, lora_path)
         from metronome_areal.cpu import engine
 
