@@ -6,7 +6,8 @@ pytest.importorskip("verl", reason="the verl adapter's tests need verl (requirem
 
 import torch
 
-from metronome_verl.cpu.sampling import choose, parse
+from metronome.decoding.sampling import choose
+from metronome_verl.cpu.sampling import parse
 
 PROBABILITIES = [0.4, 0.3, 0.2, 0.1]
 

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from verl.workers.rollout.replica import TokenOutput
 
+from metronome.decoding.batch import DecodeBatch, Row
+from metronome.decoding.weights import replace_weights
 from metronome.errors import ConfigurationError, WorkerFailed, nearest
 
 from . import ROLLOUT
-from .decoding import DecodeBatch, Row
 from .sampling import LOG_PROBS_MODES, parse
 
 _WHERE = f"rollout.name={ROLLOUT}"
@@ -168,7 +169,7 @@ class HFServer:
             WorkerFailed: a weight is missing, unknown or of another shape; nothing is loaded then.
         """
         async with self._between_steps:
-            await asyncio.get_running_loop().run_in_executor(self._thread, _copy, self._model, named)
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._replace, named)
             if global_steps is not None:
                 self._version = global_steps
 
@@ -197,6 +198,10 @@ class HFServer:
 
     async def stop_profile(self) -> None:
         """No profiler."""
+
+    def _replace(self, named: Mapping[str, torch.Tensor]) -> None:
+        remedy = "publish the same model in full; with LoRA set actor_rollout_ref.model.lora.merge=True"
+        replace_weights(self._model, named, where=f"{ROLLOUT} server", remedy=remedy)
 
     async def _decode(self) -> None:
         """Steps until nothing is in flight."""
@@ -293,34 +298,3 @@ def _load(model_config: Any) -> Any:
         dtype=torch.float32,
         trust_remote_code=bool(model_config.get("trust_remote_code", False)),
     ).eval()
-
-
-@torch.no_grad()
-def _copy(model: Any, named: Mapping[str, torch.Tensor]) -> None:
-    """Copies ``named`` into the model, all or nothing; weights that the model ties may come under either name."""
-    ours = model.state_dict()
-    storage = {name: tensor.data_ptr() for name, tensor in ours.items()}
-    given = {storage[name]: name for name in named if name in storage}
-    complaints = {
-        "unknown": [name for name in named if name not in ours],
-        "missing": [name for name, _ in model.named_parameters() if storage[name] not in given],
-        "of another shape": [name for name in named if name in ours and named[name].shape != ours[name].shape],
-        # One tensor here, two in the trainer: whichever comes last would win silently.
-        "tied here, not in the trainer": [
-            name
-            for name in named
-            if name in ours
-            and named[given[storage[name]]].shape == named[name].shape
-            and not torch.equal(named[given[storage[name]]], named[name])
-        ],
-    }
-    for what, names in complaints.items():
-        if names:
-            raise WorkerFailed(
-                f"the published weights don't fit the model: {len(names)} {what}",
-                found=sorted(names)[:3],
-                where=f"{ROLLOUT} server, {type(model).__name__}",
-                remedy="publish the same model in full; with LoRA set actor_rollout_ref.model.lora.merge=True",
-            )
-    for name, tensor in named.items():
-        ours[name].copy_(tensor)

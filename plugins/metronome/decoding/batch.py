@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from metronome.decoding.sampling import Sampling, choose
 from metronome.errors import ConfigurationError
-
-from .sampling import Sampling, choose
 
 _LAYERS = {"full_attention", "sliding_attention"}
 
@@ -26,7 +25,8 @@ _LAYERS = {"full_attention", "sliding_attention"}
 class Row:
     """One request while it is decoded: its prompt, how it is sampled, and per token sampled so far what is known.
 
-    ``versions[t]`` is the version of the weights that sampled token t; ``future`` is its caller's.
+    ``versions[t]`` is the version of the weights that sampled token t; ``future`` is its caller's. A row that joins a
+    batch with tokens of its own goes on behind them.
     """
 
     request_id: str
@@ -57,7 +57,7 @@ class DecodeBatch:
         others = set(getattr(model.config, "layer_types", None) or ()) - _LAYERS
         if others:
             raise ConfigurationError(
-                "metronome_hf can't batch a cache of these layers",
+                "the CPU room can't batch a cache of these layers",
                 found=sorted(others),
                 where=f"config.layer_types of {model.config.model_type}",
                 remedy="use a model with full or sliding attention only",
@@ -76,12 +76,12 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def advance(self, joining: Sequence[Row], version: int | None) -> list[Row]:
-        """One token for every row in flight and the first for each that joins; returns, and drops, the finished."""
+        """One token for every row in flight and one for each that joins; returns, and drops, the finished."""
         if self.rows:
             self._sample(self.rows, self._decode(), version)
         alike: dict[tuple[int, ...], list[Row]] = defaultdict(list)
         for row in joining:
-            alike[tuple(row.prompt)].append(row)
+            alike[tuple(row.prompt + row.tokens)].append(row)
         for prompt, rows in alike.items():
             self._sample(rows, self._prefill(prompt, rows), version)
         finished = [row for row in self.rows if row.finished]
@@ -142,7 +142,7 @@ class DecodeBatch:
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: DynamicCache
     ) -> torch.Tensor:
-        logits = self._model(
+        logits: torch.Tensor = self._model(
             input_ids=ids,
             position_ids=positions,
             attention_mask=mask,
@@ -152,7 +152,7 @@ class DecodeBatch:
         ).logits[:, -1]
         if not all(type(layer) is DynamicLayer for layer in cache.layers):
             raise ConfigurationError(
-                "metronome_hf can't batch this model's cache",
+                "the CPU room can't batch this model's cache",
                 found=sorted({type(layer).__name__ for layer in cache.layers}),
                 where=type(self._model).__name__,
                 remedy="use a model whose cache is keys and values per token",
@@ -161,7 +161,7 @@ class DecodeBatch:
 
     def _sample(self, rows: Sequence[Row], logits: torch.Tensor, version: int | None) -> None:
         for row, scores in zip(rows, logits, strict=True):
-            token, log_prob = choose(scores, row.sampling, row.generator, self._processed)
+            token, log_prob = choose(scores, row.sampling, row.generator, self._processed, len(row.tokens))
             row.tokens.append(token)
             row.log_probs.append(log_prob)
             row.versions.append(version)

@@ -1,0 +1,1 @@
+"""Text from a transformers model on the CPU: continuous batching, sampling, and weights that are replaced."""
