@@ -21,7 +21,7 @@ class TrueGroups(Normalization):
         x' = (x - mean) / (std + eps)
 
     with the statistics of the row's own group where a level is ``group``. A row that is alone in its group has no
-    baseline: its deviation from the group's mean is 0, whatever ``mean_leave1out``.
+    baseline but itself, whatever ``mean_leave1out``: a reward becomes 0.
 
     Attributes:
         sizes: rows of each group, in the order of the batch.

@@ -9,6 +9,7 @@ from metronome.errors import ConfigurationError
 from metronome_areal.arguments import WHERE, put, refuse
 from metronome_areal.config import Part
 from metronome_areal.flow import NEVER
+from metronome_areal.sharing import share_prompts
 
 _KEYS = {"accumulation_dtype": "actor.fsdp_grad_dtype", "dropout": "actor.disable_dropout=true"}
 
@@ -22,6 +23,7 @@ def arrange(config: Any, part: Part) -> list[str]:
     if not part.block:
         return notes
     _engines(config)
+    share_prompts(config, part, notes)
     if part.own_loss:
         _loss(config, part, notes)
     if part.mode == "periodic":
@@ -108,6 +110,22 @@ def _one_step(config: Any, part: Part, notes: list[str]) -> None:
         refuse(
             getattr(actor.fsdp, key), f"{name}: isn't tested with parts of a batch", f"actor.fsdp.{key}", True, "false"
         )
+    refuse(
+        actor.mask_no_eos_with_zero,
+        f"{name}: AReaL takes the widest rows of a batch for unfinished, and a part's widest aren't the batch's",
+        "actor.mask_no_eos_with_zero",
+        True,
+        "false",
+    )
+    refuse(
+        actor.mb_spec.granularity > 1,
+        f"{name}: a part has as many rows as its groups",
+        "actor.mb_spec.granularity",
+        actor.mb_spec.granularity,
+        "1",
+    )
+    audits = getattr(part.selection.rollout_source, "audit_every", 0)
+    refuse(audits, f"{name}: AReaL's workers don't audit", f"{WHERE}.periodic.audit_every", audits, "leave it out")
     refuse(config.dynamic_bs, f"{name}: what is trained would depend on arrival", "dynamic_bs", True, "false")
     _check_promise(part, facts_of(config))
 

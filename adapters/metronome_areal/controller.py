@@ -21,29 +21,25 @@ class MetronomeController(PPOActorController):
         """Opens a period on every worker."""
         self._custom_function_call("metronome_begin")
 
-    def metronome_part(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """One part over the workers: AReaL hands each as many groups, so the part is filled up with masked ones."""
+    def metronome_here(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """``groups``: tensors stay where they were generated until a worker asks for them."""
+        return groups
+
+    def metronome_level(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """``groups`` and masked ones up to a multiple of the workers, since AReaL hands each as many."""
         if not groups:
             return []
-        places = int(self.parallel_strategy.dp_size)
-        missing = -len(groups) % places
+        missing = -len(groups) % int(self.parallel_strategy.dp_size)
         shortest = min(groups, key=lambda one: one["attention_mask"].shape[-1])
-        filled = groups + [{**shortest, MASKED: True}] * missing
-        found = self._custom_function_call("metronome_part", filled, rpc_meta={"broadcast": True})
-        return list(found)[: len(groups)]
+        return [{**one, MASKED: False} for one in groups] + [{**shortest, MASKED: True} for _ in range(missing)]
+
+    def metronome_part(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """One part over the workers; ``groups`` are levelled."""
+        if not groups:
+            return []
+        return list(self._custom_function_call("metronome_part", groups, rpc_meta={"broadcast": True}))
 
     def metronome_step(self) -> dict[str, float]:
         """The one step; the same metrics on every worker."""
         found: dict[str, float] = self._custom_function_call("metronome_step")
-        self.found = self.metronome_found()
-        return found
-
-    def ppo_update(self, *args: Any, **named: Any) -> None:
-        """AReaL's; our metrics of it are fetched."""
-        super().ppo_update(*args, **named)
-        self.found = self.metronome_found()
-
-    def metronome_found(self) -> dict[str, float]:
-        """What the workers recorded of the last update."""
-        found: dict[str, float] = self._custom_function_call("metronome_found")
         return found

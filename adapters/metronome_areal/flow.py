@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from areal.infra.rpc.rtensor import RTensor
+
 from metronome.contracts import Flow, GroupStats, RolloutSource, Verdict
 from metronome.errors import MetronomeError, WaitTimeout
 
@@ -20,11 +22,23 @@ _LOOK = 1.0
 
 @dataclass
 class Task:
-    """A prompt on its way."""
+    """A prompt on its way.
+
+    Attributes:
+        data: as the data set has it.
+        size: G.
+        start: when it went out.
+        end: when its group was done; None where only its arrival is known.
+    """
 
     data: dict[str, Any]
     size: int
     start: float
+    end: float | None = None
+
+    def done(self) -> None:
+        """The group is complete now."""
+        self.end = time.monotonic()
 
 
 @dataclass
@@ -48,8 +62,11 @@ class PromptFlow:
         seconds: silence after which waiting is an error.
 
     Attributes:
-        submit: ``(data, size) -> task_id``; set before the first period.
+        submit: ``(task) -> task_id``; set before the first period.
         accept: AReaL's ``should_accept_fn``, resolved; a group that it refuses is replaced by another prompt's.
+        generated: what came back in this period, refused or not.
+        dropped, refused, failed: groups of the run that were too stale, refused by ``accept``, or came to nothing.
+        cause: the last error of a member.
     """
 
     def __init__(
@@ -62,23 +79,23 @@ class PromptFlow:
     ) -> None:
         self._rollout, self.source, self.batch = rollout, source, 0
         self._prompts = prompts
-        self.submit: Callable[[dict[str, Any], int], int]
+        self.submit: Callable[[Task], int]
         self.accept: Callable[[dict[str, Any]], bool] | None = None
         self._largest, self._seconds = largest, seconds
         self._running: dict[int, Task] = {}
         self._again: deque[dict[str, Any]] = deque()
         self._queued: deque[Arrived] = deque()
-        self.trained = 0
-        self.version = 0
-        self.dropped = 0
-        self.size = 1
+        self.version, self.size, self.trained = 0, 1, 0
         self.generated: list[GroupStats] = []
-        self._failed_in_a_row = self.failed = 0
+        self.dropped = self.refused = self.failed = self._failed_in_a_row = 0
+        self.cause: Exception | None = None
+        self._heard = time.monotonic()
 
     def open(self, version: int, size: int, batch: int) -> None:
         """Begins a period of ``version`` with ``batch`` groups of ``size``; what is out stays out."""
         self.version, self.size, self.batch, self.trained = version, size, batch, 0
         self.generated = []
+        self._heard = time.monotonic()
         self.dispatch()
 
     def dispatch(self) -> None:
@@ -86,32 +103,32 @@ class PromptFlow:
         for _ in range(self.source.capacity(self._flow())):
             data = self._again.popleft() if self._again else next(self._prompts)
             task = Task(data, self.size, time.monotonic())
-            self._running[self.submit(data, self.size)] = task
+            self._running[self.submit(task)] = task
 
     def take(self, most: int, block: bool = True) -> list[Arrived]:
         """Finished groups that may be trained now, at most ``most``; waits for the first if ``block``.
 
         Raises WaitTimeout after ``seconds`` without an arrival, and MetronomeError if nothing but failures arrives.
         """
-        silent = time.monotonic()
         while True:
-            if self._collect(_LOOK if block and not self._queued else 0.0):
-                silent = time.monotonic()
+            self._collect(_LOOK if block and not self._queued else 0.0)
             self.dispatch()
             found = self._released(most)
-            if found or not block:
+            if found:
                 return found
-            self.check_silence(silent)
+            if time.monotonic() - self._heard > self._seconds:
+                raise WaitTimeout(
+                    f"no group has finished for {self._seconds:.0f} s",
+                    found=f"{len(self._running)} prompts out, {len(self._queued)} groups waiting",
+                    where="rollout",
+                    remedy="look at the inference servers' logs, or a larger rollout.request_timeout",
+                )
+            if not block:
+                return []
 
-    def check_silence(self, since: float) -> None:
-        """Raises WaitTimeout if nothing has finished since ``since`` for too long."""
-        if time.monotonic() - since > self._seconds:
-            raise WaitTimeout(
-                f"no group has finished for {self._seconds:.0f} s",
-                found=f"{len(self._running)} prompts out, {len(self._queued)} groups waiting",
-                where="rollout",
-                remedy="look at the inference servers' logs, or a larger rollout.request_timeout",
-            )
+    def note(self, error: Exception) -> None:
+        """A member's error, for the message of a run that has no other members."""
+        self.cause = error
 
     def complete(self) -> bool:
         """Whether the period has its batch."""
@@ -127,7 +144,7 @@ class PromptFlow:
 
     def _released(self, most: int) -> list[Arrived]:
         found: list[Arrived] = []
-        while len(found) < min(most, self.source.release(self._flow())) and self._queued:
+        while self._queued and len(found) < most and self.source.release(self._flow()):
             one = self._queued.popleft()
             if self.source.verdict(one.versions, self.version) is Verdict.DROP:
                 self.dropped += 1
@@ -137,8 +154,8 @@ class PromptFlow:
             found.append(one)
         return found
 
-    def _collect(self, seconds: float) -> int:
-        """Takes what has finished, waiting up to ``seconds`` for the first; how many."""
+    def _collect(self, seconds: float) -> None:
+        """Takes what has finished, waiting up to ``seconds`` for the first."""
         dispatcher = _dispatcher(self._rollout)
         with dispatcher._result_cv:
             dispatcher._check_thread_exception()
@@ -148,30 +165,40 @@ class PromptFlow:
             done = [number for number in dispatcher._pending_results if number in self._running]
             results = {number: dispatcher._pending_results.pop(number) for number in done}
             dispatcher._active_task_ids.difference_update(done)
+        if results:
+            self._heard = time.monotonic()
         for number, result in results.items():
             self._arrived(self._running.pop(number), result.data)
-        return len(results)
 
     def _arrived(self, task: Task, result: Any) -> None:
         if result is None:
             self._failed_in_a_row += 1
             self.failed += 1
             if self._failed_in_a_row > 4 * self.batch:
+                cause = "" if self.cause is None else f": {type(self.cause).__name__}: {self.cause}"
                 raise MetronomeError(
-                    "every group fails",
+                    f"every group fails{cause}",
                     found=f"{self._failed_in_a_row} in a row without a result",
                     where="the workflow's arun_episode",
-                    remedy="AReaL's log has each error: 'Workflow execution failed'",
-                )
+                    remedy="AReaL's log has each error with its traceback",
+                ) from self.cause
             return
         self._failed_in_a_row = 0
         group = result.trajectory
-        stats = stats_of(group, task, self._largest)
+        seen = {name: _here(group[name]) for name in ("loss_mask", "attention_mask", "versions", "rewards")}
+        stats = stats_of(seen, task, self._largest)
         self.generated.append(stats)
         if self.accept is not None and not self.accept(group):
+            self.refused += 1
             return
-        mask = group["loss_mask"].bool()
-        self._queued.append(Arrived(group, sorted({int(one) for one in group["versions"][mask]}), stats, task))
+        self._queued.append(Arrived(group, versions_of(seen), stats, task))
+
+
+def versions_of(group: dict[str, Any]) -> list[int]:
+    """The versions of a group's trained tokens; where none is trained, of those that are sampled."""
+    versions, trained = group["versions"], group["loss_mask"].bool()
+    chosen = trained if bool(trained.any()) else group["attention_mask"].bool() & (versions >= 0)
+    return sorted({int(one) for one in versions[chosen]})
 
 
 def stats_of(group: dict[str, Any], task: Task, largest: int) -> GroupStats:
@@ -183,8 +210,12 @@ def stats_of(group: dict[str, Any], task: Task, largest: int) -> GroupStats:
         truncated=[int(one) >= largest for one in lengths],
         rewards=[float(one) for one in group["rewards"]],
         start=task.start,
-        end=time.monotonic(),
+        end=time.monotonic() if task.end is None else task.end,
     )
+
+
+def _here(value: Any) -> Any:
+    return value.to_local() if isinstance(value, RTensor) else value
 
 
 def _dispatcher(rollout: Any) -> Any:

@@ -6,29 +6,44 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
+from areal.api.cli_args import MicroBatchSpec
+from areal.utils.data import DEFAULT_MAX_TOKENS_PER_MB, allocate_balanced_mbs
 
 MASKED = "metronome_masked"
 """Key of a group that fills a part up, and of which nothing is trained."""
 
 
-def levelled(groups: list[dict[str, Any]], group: Any) -> list[dict[str, Any]]:
-    """``groups``, or a masked copy of another rank's shortest row on a rank that has none.
+def levelled(groups: list[dict[str, Any]], spec: MicroBatchSpec, group: Any) -> list[dict[str, Any]]:
+    """``groups``, and after them one of masked rows where this rank has fewer rows than micro-batches are needed.
 
-    AReaL itself cuts a batch into as many micro-batches on every rank. A part that is empty everywhere stays so.
+    AReaL cuts a batch into as many micro-batches on every rank, at least a row each. A part that is empty everywhere
+    stays so.
 
     Args:
         groups: of this rank.
+        spec: the engine's ``mb_spec``.
         group: the data-parallel ranks; all of them call.
     """
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    lengths = [int(length) for one in groups for length in one["attention_mask"].sum(1)]
+    found: list[Any] = [(micro_batches(lengths, spec), _shortest(groups))]
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        mine, found = found[0], [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, mine, group=group)
+    offered = [row for _, row in found if row is not None]
+    missing = max(needed for needed, _ in found) - len(lengths)
+    if not offered or missing <= 0:
         return groups
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, _shortest(groups), group=group)
-    offered = [one for one in found if one is not None]
-    if groups or not offered:
-        return groups
-    return [min(offered, key=lambda one: one["attention_mask"].shape[1])]
+    row = min(offered, key=lambda one: one["attention_mask"].shape[1])
+    return [*groups, {name: _repeated(value, missing) for name, value in row.items()}]
+
+
+def micro_batches(lengths: list[int], spec: MicroBatchSpec) -> int:
+    """How many micro-batches AReaL needs for rows of these lengths, at least; 0 without rows."""
+    least = max(spec.n_mbs or 1, spec.n_mbs_divisor)
+    if len(lengths) <= least:
+        return least if lengths else 0
+    most = spec.max_tokens_per_mb or DEFAULT_MAX_TOKENS_PER_MB
+    return len(allocate_balanced_mbs(MicroBatchSpec.new(spec, max_tokens_per_mb=most), lengths))
 
 
 def masked(group: dict[str, Any]) -> dict[str, Any]:
@@ -37,19 +52,27 @@ def masked(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shortest(groups: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The shortest row of all, as a group of one row with the same keys."""
     if not groups:
         return None
     lengths = [
-        (int(one["attention_mask"][row].sum()), place, row)
+        (int(length), place, row)
         for place, one in enumerate(groups)
-        for row in range(len(one["attention_mask"]))
+        for row, length in enumerate(one["attention_mask"].sum(1))
     ]
     length, place, row = min(lengths)
-    chosen = groups[place]
-    rows = len(chosen["attention_mask"])
-    cut = {
-        key: value[row : row + 1, :length].cpu() if value.ndim > 1 else value[row : row + 1].cpu()
-        for key, value in chosen.items()
-        if torch.is_tensor(value) and len(value) == rows
-    }
-    return masked(cut)
+    rows = len(groups[place]["attention_mask"])
+    return masked({name: _cut(value, row, rows, length) for name, value in groups[place].items()})
+
+
+def _cut(value: Any, row: int, rows: int, length: int) -> Any:
+    if torch.is_tensor(value) and value.ndim and len(value) == rows:
+        value = value[row : row + 1].cpu()
+        return value[:, :length] if value.ndim > 1 else value
+    return value[row : row + 1] if isinstance(value, list) and len(value) == rows else value
+
+
+def _repeated(value: Any, times: int) -> Any:
+    if torch.is_tensor(value) and value.ndim:
+        return value.repeat_interleave(times, 0)
+    return value * times if isinstance(value, list) else value

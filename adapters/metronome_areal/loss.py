@@ -11,6 +11,7 @@ from areal.utils import stats_tracker
 
 from metronome.a3po.loss import A3po
 from metronome.a3po.metrics import Meter
+from metronome.a3po.ppo import Ppo
 from metronome.a3po.proximal import UNKNOWN, alpha, loglinear
 from metronome.contracts import LossBatch, PolicyLoss, TokenLoss
 from metronome.errors import ConfigurationError
@@ -54,10 +55,12 @@ class HostLoss:
         self.calls += 1
         batch, real = self._batch(logprobs, input_data)
         result = checked_token_loss(self.loss, batch)
-        _note(self.meter, self.loss, batch, result)
+        anchor = _anchor(self.loss, batch, result)
+        _note(self.meter, batch, result, anchor)
         mask = input_data["loss_mask"].bool()
         tokens = torch.zeros_like(logprobs, dtype=result.loss.dtype).masked_scatter(real, result.loss)
-        _record(logprobs, entropy, input_data, mask, tokens.detach(), vocab_min_logits, vocab_max_logits)
+        old = None if anchor is None else torch.zeros_like(logprobs).masked_scatter(real, anchor.to(logprobs.dtype))
+        _record(logprobs, old, entropy, input_data, mask, tokens.detach(), vocab_min_logits, vocab_max_logits)
         return tokens.sum() / mask.count_nonzero().clamp(min=1)
 
     def gathered(self, group: Any) -> dict[str, float]:
@@ -122,8 +125,25 @@ def _between(mask: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor
 
 
 @torch.no_grad()
+def _anchor(loss: PolicyLoss, batch: LossBatch, result: TokenLoss) -> torch.Tensor | None:
+    """The log-probs that the trained policy's ratio is taken to, of our own losses; None of another plug-in's."""
+    old = batch.old_log_probs
+    if isinstance(loss, Ppo):
+        return batch.behavior_log_probs if old is None or loss.options.anchor == "behavior" else old
+    if not isinstance(loss, A3po):
+        return None
+    if loss.options.proximal == "behavior":
+        return batch.behavior_log_probs
+    if loss.options.proximal == "loglinear":
+        share = alpha(batch.staleness, batch.step_fraction, loss.options.fresh, strict=False)
+        return loglinear(batch.behavior_log_probs, batch.log_probs, share.to(batch.log_probs.dtype))
+    return result.proximal_log_probs if loss.keeps_proximal else batch.proximal_log_probs
+
+
+@torch.no_grad()
 def _record(
     logprobs: torch.Tensor,
+    anchor: torch.Tensor | None,
     entropy: torch.Tensor,
     data: dict[str, Any],
     mask: torch.Tensor,
@@ -131,34 +151,28 @@ def _record(
     low: torch.Tensor | None,
     high: torch.Tensor | None,
 ) -> None:
-    """What AReaL records of an update, under its names."""
-    old = data["logprobs"]
-    ratio = torch.where(mask, (logprobs - old).clamp(-20, 20).exp(), 0.0)
+    """What AReaL records of an update, under its names and with its meanings."""
+    shown = {
+        "new_logp": logprobs.detach(),
+        "old_logp": data["logprobs"],
+        "entropy": entropy.detach(),
+        "actor_loss": tokens,
+    }
+    if anchor is not None:
+        drift = torch.where(mask, logprobs - anchor, 0.0)
+        shown |= {"importance_weight": torch.where(mask, drift.exp(), 0.0), "approx_kl": drift}
     stats_tracker.denominator(n_tokens=infer_token_denominator(data, mask), n_valid_tokens=mask)
-    stats_tracker.stat(
-        importance_weight=ratio.float(),
-        approx_kl=torch.where(mask, logprobs - old, 0.0).float(),
-        new_logp=logprobs.detach().float(),
-        old_logp=old.float(),
-        entropy=entropy.detach().float(),
-        actor_loss=tokens.float(),
-        denominator="n_valid_tokens",
-    )
+    stats_tracker.stat(**{name: value.float() for name, value in shown.items()}, denominator="n_valid_tokens")
     if low is not None and high is not None:
         stats_tracker.stat(vocab_min_logits=low, vocab_max_logits=high, denominator="n_tokens")
 
 
 @torch.no_grad()
-def _note(meter: Meter, loss: PolicyLoss, batch: LossBatch, result: TokenLoss) -> None:
-    """The plug-in's metrics, the fraction of unknown versions, and for a3po that of ``pi_prox != pi_behav``."""
+def _note(meter: Meter, batch: LossBatch, result: TokenLoss, anchor: torch.Tensor | None) -> None:
+    """The plug-in's metrics, the fraction of unknown versions, and that of ``pi_prox != pi_behav``."""
     meter.add(result.metrics, result.maxima)
     found = {"version_unknown": batch.staleness == UNKNOWN}
-    if isinstance(loss, A3po) and loss.options.proximal != "behavior":
-        proximal = result.proximal_log_probs if loss.keeps_proximal else batch.proximal_log_probs
-        if loss.options.proximal == "loglinear":
-            share = alpha(batch.staleness, batch.step_fraction, loss.options.fresh, strict=False)
-            proximal = loglinear(batch.behavior_log_probs, batch.log_probs, share.to(batch.log_probs.dtype))
-        assert proximal is not None
-        found["off_behavior"] = proximal != batch.behavior_log_probs
+    if anchor is not None:
+        found["off_behavior"] = anchor != batch.behavior_log_probs
     counts = torch.stack([batch.mask, *(batch.mask & where for where in found.values())]).sum(1).tolist()
     meter.add({name: (float(count), float(counts[0])) for name, count in zip(found, counts[1:], strict=True)}, {})

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from metronome.errors import ConfigurationError
+
 ROW_LENGTHS = ("flash_attention_2", "flash_attention_3")
 """What reads row lengths itself."""
 
@@ -16,6 +18,29 @@ ROW_LENGTHS = ("flash_attention_2", "flash_attention_3")
 def needs_rows(attention: str, tree: bool) -> bool:
     """Whether packed rows would see each other: no row lengths in this attention, and no tree mask."""
     return not tree and not attention.startswith(ROW_LENGTHS)
+
+
+class RowsApart:
+    """An FSDP engine of AReaL whose packed rows don't see each other, whatever ``attn_impl``."""
+
+    config: Any
+    enable_tree_training: bool
+    parallel_helper: Any
+
+    def _prepare_mb_list(self, input_: dict[str, Any]) -> Any:
+        found = super()._prepare_mb_list(input_)  # type: ignore[misc]
+        attention = str(self.config.attn_impl)
+        if not needs_rows(attention, self.enable_tree_training):
+            return found
+        if self.parallel_helper.sp_size > 1:
+            raise ConfigurationError(
+                "a rank of sequence parallelism sees a slice of the packed rows, of which this attention can't tell"
+                " where they end",
+                found=f"{attention}, {self.parallel_helper.sp_size} ranks a row",
+                where="actor.attn_impl",
+                remedy="flash_attention_2, or an actor.backend without context parallelism",
+            )
+        return separate_rows(found)
 
 
 def separate_rows(mb_list: Any) -> Any:

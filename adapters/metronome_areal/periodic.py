@@ -14,7 +14,6 @@ from typing import Any
 from areal.utils import stats_tracker
 
 from metronome.contracts import StepStats
-from metronome_areal.checks import check_life
 from metronome_areal.config import Part
 from metronome_areal.parts import Parts
 
@@ -65,8 +64,8 @@ class FlowActor:
         self._open(named)
         found: list[dict[str, Any]] = []
         while (part := self._parts.next()) is not None:
-            found += [one.group for one in part]
-        return found
+            found += part
+        return list(self._engine.metronome_here(found))
 
     def ppo_update(self, batch: list[dict[str, Any]]) -> None:
         """AReaL's, then what the controller says of G."""
@@ -74,6 +73,7 @@ class FlowActor:
         self._close(None)
 
     def _open(self, named: dict[str, Any]) -> None:
+        self._parts.ranks.begin()
         flow = self._parts.flow
         if flow is not None:
             self._begin(named)
@@ -82,16 +82,22 @@ class FlowActor:
         self._begun = time.monotonic()
 
     def _close(self, bubble: float | None) -> None:
+        """The same on every rank: G is chosen from what all of them generated, and from the mean of their bubbles."""
         stats = self._parts.stats()
         found = {"metronome/rollout_source/prompts": float(len(stats))}
+        flow = self._parts.flow
+        counts = (0, 0, 0) if flow is None else (flow.dropped, flow.refused, flow.failed)
+        told = self._parts.ranks.everywhere((bubble, counts))
+        for place, name in enumerate(("dropped", "refused", "failed")):
+            found[f"metronome/rollout_source/{name}"] = float(sum(one[place] for _, one in told))
         if self._part.owns_groups:
             controller = self._part.selection.group_controller
             found["metronome/group_controller/size"] = float(controller.size())
-            told = controller.observe(StepStats(self._step, stats, bubble))
-            found |= {f"metronome/group_controller/{name}": value for name, value in told.items()}
+            mean = None if bubble is None else sum(one for one, _ in told) / len(told)
+            decided = controller.observe(StepStats(self._step, stats, mean))
+            found |= {f"metronome/group_controller/{name}": value for name, value in decided.items()}
         self._step += 1
         stats_tracker.scalar(**found)
-        check_life(getattr(self._engine, "found", {}), self._part, f"step {self._step}")
 
 
 class PeriodicActor(FlowActor):
@@ -128,7 +134,7 @@ class PeriodicActor(FlowActor):
             waited += time.monotonic() - asked
             if part is None:
                 break
-            groups = [one.group for one in part]
+            groups = engine.metronome_level(part)
             if self._reference is not None and groups:
                 for group, found in zip(groups, self._reference.compute_logp(groups), strict=True):
                     group["ref_logp"] = found

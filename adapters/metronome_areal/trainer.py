@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from areal.trainer.rl_trainer import PPOTrainer as HostTrainer
+from areal.utils.dynamic_import import import_from_string
 from areal.utils.environ import is_single_controller
 
 from metronome_areal.arrange import arrange
+from metronome_areal.clip import told_of_clip
 from metronome_areal.config import read, told
 from metronome_areal.cpu.arguments import enter
-from metronome_areal.flow import NEVER, PromptFlow
+from metronome_areal.flow import NEVER, PromptFlow, Task
 from metronome_areal.host import check_host
 from metronome_areal.members import Members
 from metronome_areal.parts import Parts, Ranks
@@ -28,13 +31,18 @@ class PPOTrainer(HostTrainer):
 
     actor: Any
     ref: Any
+    weight_update_meta: Any
 
     def __init__(self, config: Any, train_dataset: Any = None, valid_dataset: Any = None) -> None:
         check_host()
         self.part = read(config)
-        for line in [*(enter(config) if self.part.room else []), *arrange(config, self.part)]:
+        notes = told_of_clip(config.actor, getattr(config, "metronome", None), self.part)
+        for line in [*(enter(config) if self.part.room else []), *arrange(config, self.part), *notes]:
             print(f"metronome: {line}", flush=True)
         super().__init__(config, train_dataset, valid_dataset)
+        if self.part.owns_rollouts and self.weight_update_meta.lora_keep_versions:
+            # AReaL keeps as many adapters on its servers as its own bound says, which isn't the bound here.
+            self.weight_update_meta.lora_keep_versions = self.part.selection.rollout_source.max_staleness + 2
 
     def train(self, workflow: Any = None, *args: Any, dynamic_filter_fn: Any = None, **named: Any) -> None:
         """AReaL's; where groups are ours its actor is a ``FlowActor`` or a ``PeriodicActor`` meanwhile."""
@@ -73,6 +81,15 @@ class PPOTrainer(HostTrainer):
         actor.create_process_group(parallel_strategy=alloc.parallel)
         return actor
 
+    def _create_critic(self, critic_config: Any, alloc: Any) -> Any:
+        if alloc.backend != "fsdp" or is_single_controller():
+            return super()._create_critic(critic_config, alloc)
+        from metronome_areal.actor import MetronomeCritic
+
+        critic: Any = MetronomeCritic(critic_config)
+        critic.create_process_group(parallel_strategy=alloc.parallel)
+        return critic
+
     def _init_rollout(self, rollout_config: Any, is_eval: bool = False, lora_path: str | None = None) -> Any:
         if not self.part.room:
             return super()._init_rollout(rollout_config, is_eval, lora_path)
@@ -87,7 +104,7 @@ class PPOTrainer(HostTrainer):
     # --- the flow of groups ---------------------------------------------------------------------------
 
     def _ranks(self) -> Ranks:
-        if is_single_controller() or (self.actor.data_parallel_world_size * 1 == 1 and self.actor.world_size == 1):
+        if is_single_controller() or self.actor.world_size == 1:
             return Ranks()
         return Ranks(self.actor.cpu_group, self.actor.data_parallel_rank, self.actor.data_parallel_world_size)
 
@@ -103,8 +120,7 @@ class PPOTrainer(HostTrainer):
     def _flow(self) -> PromptFlow | None:
         if not self.actor.is_data_parallel_head():
             return None
-        manager = _manager(self.rollout)
-        manager.max_staleness = NEVER
+        _manager(self.rollout).max_staleness = NEVER
         flow = PromptFlow(
             self.rollout,
             self.part.selection.rollout_source,
@@ -123,15 +139,29 @@ class PPOTrainer(HostTrainer):
 
         def begin(named: dict[str, Any]) -> None:
             assert flow is not None
-            if not resolved:
-                resolved["workflow"] = self.rollout._resolve_workflow(named["workflow"], named["workflow_kwargs"], 1)
-                resolved["accept"] = self.rollout._resolve_should_accept_fn(named["should_accept_fn"])
-            flow.submit = lambda data, size: self.rollout.workflow_executor.submit(
-                data, workflow=Members(resolved["workflow"], size)
-            )
-            flow.accept = resolved["accept"]
+            if resolved:
+                return
+            resolved.update(named)
+            accept = named["should_accept_fn"]
+            flow.accept = import_from_string(accept) if isinstance(accept, str) else accept
+            if is_single_controller():
+                flow.submit = partial(_submit_path, self.rollout, named["workflow"], named["workflow_kwargs"])
+            else:
+                workflow = self.rollout._resolve_workflow(named["workflow"], named["workflow_kwargs"], 1)
+                flow.submit = partial(_submit, self.rollout.workflow_executor, workflow, flow)
 
         return begin
+
+
+def _submit(executor: Any, workflow: Any, flow: PromptFlow, task: Task) -> int:
+    return int(executor.submit(task.data, workflow=Members(workflow, task.size, failed=flow.note, done=task.done)))
+
+
+def _submit_path(rollout: Any, workflow: Any, named: dict[str, Any] | None, task: Task) -> int:
+    """AReaL's controller hands its workers import paths and arguments."""
+    path = rollout._resolve_workflow_str(workflow)
+    arguments = {"workflow": path, "size": task.size, "named": named or {}}
+    return int(rollout.submit(task.data, f"{Members.__module__}.{Members.__name__}", arguments))
 
 
 def _manager(rollout: Any) -> Any:

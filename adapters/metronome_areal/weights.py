@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,24 +25,34 @@ def fingerprint(module: Any) -> list[int]:
 
 
 class Movement:
-    """What happened to the weights since the update before, and the largest learning rate used since."""
+    """What happened to the weights in an update.
+
+    Attributes:
+        norm: the largest gradient norm of a step that was taken; AReaL leaves out one whose norm isn't finite.
+    """
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """A new update."""
         self._before: list[int] | None = None
-        self._rate = 0.0
+        self._rate = self.norm = 0.0
 
     def before_step(self, engine: Any) -> None:
-        """Notes the learning rate of a step to come, and the weights if nothing is known of them."""
+        """Notes the learning rate of a step to come, and the weights before the first."""
         if self._before is None:
             self._before = fingerprint(engine.model)
         self._rate = max([self._rate, *(float(group["lr"]) for group in engine.optimizer.param_groups)])
 
+    def stepped(self, found: Mapping[str, float]) -> None:
+        """Notes AReaL's metrics of a step."""
+        if found["update_successful"] and math.isfinite(found["grad_norm"]):
+            self.norm = max(self.norm, found["grad_norm"])
+
     def after_step(self, engine: Any) -> dict[str, float]:
-        """``metronome/weights/changed`` (0 or 1, on any rank) and ``/lr``; starts anew."""
-        now = fingerprint(engine.model)
-        changed = torch.tensor([int(now != self._before)])
+        """``metronome/weights/changed`` (0 or 1, on any rank) and ``/lr``."""
+        changed = torch.tensor([int(fingerprint(engine.model) != self._before)])
         if dist.is_initialized():
             dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=engine.cpu_group)
-        found = {"metronome/weights/changed": float(changed), "metronome/weights/lr": self._rate}
-        self._before, self._rate = None, 0.0
-        return found
+        return {"metronome/weights/changed": float(changed), "metronome/weights/lr": self._rate}
