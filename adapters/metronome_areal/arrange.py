@@ -9,6 +9,7 @@ from metronome.errors import ConfigurationError
 from metronome_areal.arguments import WHERE, put, refuse
 from metronome_areal.config import Part
 from metronome_areal.flow import NEVER
+from metronome_areal.queueing import keep_bound, own_batches
 from metronome_areal.sharing import share_prompts
 
 _KEYS = {"accumulation_dtype": "actor.fsdp_grad_dtype", "dropout": "actor.disable_dropout=true"}
@@ -29,6 +30,8 @@ def arrange(config: Any, part: Part) -> list[str]:
     if part.mode == "periodic":
         _one_step(config, part, notes)
     if part.owns_rollouts:
+        own_batches(config, part)
+        notes += keep_bound(config, part)
         put(config, "rollout.max_head_offpolicyness", NEVER, notes, "metronome's rollout source owns admission")
     return notes
 

@@ -38,3 +38,22 @@ def check_moved(norm: float, rate: float, changed: bool, where: str) -> None:
             where=where,
             remedy="a larger actor.optimizer.lr: weights of 16 bits don't show a smaller step",
         )
+
+
+def check_received(given: bool, taken: bool, where: str) -> None:
+    """Stops a run whose engine still holds the weights of the publication before.
+
+    Args:
+        given: whether what was published differs from what was published before.
+        taken: whether what the engine holds differs from what it held.
+        where: shown in the error.
+
+    Raises MetronomeError.
+    """
+    if given and not taken:
+        raise MetronomeError(
+            "the new weights didn't reach the rollout engine",
+            found="the weights of the publication before",
+            where=where,
+            remedy="report the versions that metronome doctor prints",
+        )

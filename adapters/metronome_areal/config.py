@@ -22,6 +22,7 @@ from metronome.plugins import Selection, offered_names, plugin_manager, resolve
 from metronome.settings import Settings, parse_settings
 from metronome_areal.arguments import WHERE
 from metronome_areal.clip import with_clip
+from metronome_areal.queueing import with_bound
 
 MODES = ("synchronous", "periodic", "bounded")
 IN_FLIGHT = ("finish", "abort", "resume")
@@ -112,7 +113,7 @@ def read(config: Any) -> Part:
     in_flight = block.pop("in_flight", None)
     device = "cpu" if cpu else _device()
     mode = str(block.get("rollout_source", "synchronous"))
-    block = with_clip(config.actor, block)
+    block = with_bound(config, with_clip(config.actor, block))
     part = replace(_resolved(block, _in_flight(in_flight, mode), device, int(config.seed)), room=cpu)
     if part.mode not in MODES:
         raise ConfigurationError(

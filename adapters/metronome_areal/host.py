@@ -50,6 +50,9 @@ _EXPECTED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "FSDPEngine._compute_logprobs_entropy",
         ("self", "logits", "inputs", "ulysses_pad_size"),
     ),
+    ("areal.engine.fsdp_engine", "FSDPEngine._compute_logprobs", ("self", "logits", "inputs", "ulysses_pad_size")),
+    ("areal.engine.fsdp_engine", "FSDPEngine._get_vocab_min_max_logits", ("self", "logits", "ulysses_pad_size")),
+    ("areal.engine.fsdp_engine", "FSDPEngine._create_device_model", ("self",)),
     ("areal.utils.data", "Normalization.__call__", ("self", "x", "loss_mask", "high_precision", "reduce_group")),
     (
         "areal.utils.data",

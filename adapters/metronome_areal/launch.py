@@ -8,8 +8,14 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from metronome.errors import ConfigurationError, MetronomeError
+from metronome_areal.keys import BLOCK, overrides
+
+WHERE = "python -m metronome_areal"
 
 HELP = """usage: python -m metronome_areal user_script.py --config FILE [key=value ...]
 
@@ -44,24 +50,52 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(script: str, rest: Sequence[str]) -> None:
-    """``script`` as ``__main__``, with our names in AReaL's places."""
+    """``script`` as ``__main__``, with our names in AReaL's places.
+
+    Raises ConfigurationError for a script or a ``--config`` that isn't there, another AReaL, and keys that are wrong.
+    """
     if not Path(script).is_file():
-        raise ConfigurationError(
-            "there is no such script", found=script, where="python -m metronome_areal", remedy="user_script.py first"
-        )
+        raise ConfigurationError("there is no such script", found=script, where=WHERE, remedy="user_script.py first")
     if find_spec("areal") is None:
-        raise ConfigurationError(
-            "AReaL isn't installed", where="python -m metronome_areal", remedy="pip install 'areal==1.0.4'"
-        )
-    if any(one.lstrip("+") == "metronome.cpu=true" for one in rest):
+        raise ConfigurationError("AReaL isn't installed", where=WHERE, remedy="pip install 'areal==1.0.4'")
+    if _cpu(rest, _config(rest)):
         from metronome_areal import cpu
 
-        cpu.prepare()
+        cpu.prepare()  # before AReaL is imported: it chooses its platform then
     from metronome_areal import bind
     from metronome_areal.host import check_host
 
     check_host()
     bind.install()
-    sys.argv = [script, *bind.overrides(rest)]
+    sys.argv = [script, *overrides(rest)]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     runpy.run_path(script, run_name="__main__")
+
+
+def _config(rest: Sequence[str]) -> Path | None:
+    """The file after ``--config``; a script that has none is left to say so itself."""
+    given = [one.partition("=")[2] for one in rest if one.startswith("--config=")]
+    given += [value for flag, value in zip(rest, rest[1:], strict=False) if flag == "--config"]
+    if not given:
+        return None
+    path = Path(given[-1])
+    if not path.is_file():
+        raise ConfigurationError("there is no such file", found=given[-1], where="--config", remedy="a YAML file")
+    return path
+
+
+def _cpu(rest: Sequence[str], config: Path | None) -> bool:
+    """Whether the CPU room is asked for, on the command line or in the YAML."""
+    said = [one.partition("=")[2] for one in rest if one.lstrip("+").startswith(f"{BLOCK}.cpu=")]
+    if said:
+        return said[-1].lower() == "true"
+    if config is None:
+        return False
+    try:
+        written: Any = yaml.safe_load(config.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigurationError(
+            f"the file can't be read: {error}", found=str(config), where="--config", remedy="a YAML file in UTF-8"
+        ) from None
+    block = written.get(BLOCK) if isinstance(written, dict) else None
+    return isinstance(block, dict) and block.get("cpu") is True

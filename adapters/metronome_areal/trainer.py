@@ -11,15 +11,17 @@ from areal.utils.dynamic_import import import_from_string
 from areal.utils.environ import is_single_controller
 
 from metronome_areal.arrange import arrange
+from metronome_areal.bounded import BoundedActor, BoundedFlow, manager_of
 from metronome_areal.clip import told_of_clip
 from metronome_areal.config import read, told
 from metronome_areal.cpu.arguments import enter
 from metronome_areal.flow import NEVER, PromptFlow, Task
 from metronome_areal.host import check_host
+from metronome_areal.in_flight import Anew, Finishing
 from metronome_areal.members import Members
 from metronome_areal.parts import Parts, Ranks
 from metronome_areal.periodic import FlowActor, PeriodicActor, Reference
-from metronome_areal.prompts import Prompts
+from metronome_areal.state import KeptPrompts, check_recovered
 
 
 class PPOTrainer(HostTrainer):
@@ -40,6 +42,7 @@ class PPOTrainer(HostTrainer):
         for line in [*(enter(config) if self.part.room else []), *arrange(config, self.part), *notes]:
             print(f"metronome: {line}", flush=True)
         super().__init__(config, train_dataset, valid_dataset)
+        check_recovered(config, self.part, self.recover_info is not None)
         if self.part.owns_rollouts and self.weight_update_meta.lora_keep_versions:
             # AReaL keeps as many adapters on its servers as its own bound says, which isn't the bound here.
             self.weight_update_meta.lora_keep_versions = self.part.selection.rollout_source.max_staleness + 2
@@ -49,7 +52,7 @@ class PPOTrainer(HostTrainer):
         if not self.part.owns_rollouts:
             super().train(workflow, *args, dynamic_filter_fn=dynamic_filter_fn, **named)
             return
-        actor, reference = self.actor, self.ref
+        actor, reference, rollout = self.actor, self.ref, self.rollout
         flow = self._flow()
         ranks = self._ranks()
         parts = Parts(flow, ranks, self.train_dataloader.batch_size)
@@ -58,11 +61,13 @@ class PPOTrainer(HostTrainer):
             self.actor = PeriodicActor(*shared, reference=reference)
             self.ref = None if reference is None else Reference(reference)
         else:
-            self.actor = FlowActor(*shared)
+            self.actor = (BoundedActor if self.part.mode == "bounded" else FlowActor)(*shared)
+        if self.part.mode == "bounded" and self.part.in_flight == "finish":
+            self.rollout = Finishing(rollout, flow, ranks)
         try:
             super().train(workflow, *args, dynamic_filter_fn=dynamic_filter_fn, **named)
         finally:
-            self.actor, self.ref = actor, reference
+            self.actor, self.ref, self.rollout = actor, reference, rollout
 
     # --- AReaL's factories ----------------------------------------------------------------------------
 
@@ -99,7 +104,7 @@ class PPOTrainer(HostTrainer):
 
     def _create_dataloader(self, dataset: Any, dataset_config: Any, rank: int, world_size: int) -> Any:
         loader = super()._create_dataloader(dataset, dataset_config, rank, world_size)
-        return Prompts(loader) if dataset_config is self.config.train_dataset else loader
+        return KeptPrompts(loader, self.part) if dataset_config is self.config.train_dataset else loader
 
     # --- the flow of groups ---------------------------------------------------------------------------
 
@@ -120,8 +125,8 @@ class PPOTrainer(HostTrainer):
     def _flow(self) -> PromptFlow | None:
         if not self.actor.is_data_parallel_head():
             return None
-        _manager(self.rollout).max_staleness = NEVER
-        flow = PromptFlow(
+        manager_of(self.rollout).max_staleness = NEVER
+        flow = (BoundedFlow if self.part.mode == "bounded" else PromptFlow)(
             self.rollout,
             self.part.selection.rollout_source,
             self.train_dataloader,
@@ -129,13 +134,12 @@ class PPOTrainer(HostTrainer):
             seconds=float(self.config.rollout.request_timeout),
         )
         self.train_dataloader.out = flow.prompts_out
-        for name in ("rollout_source", "group_controller"):
-            self.train_dataloader.attach(name, getattr(self.part.selection, name))
         return flow
 
     def _beginning(self, flow: PromptFlow | None) -> Callable[[dict[str, Any]], None]:
         """Tells the flow how ``prepare_batch`` was asked to generate; a workflow is resolved once."""
         resolved: dict[str, Any] = {}
+        anew = self.part.in_flight == "abort"
 
         def begin(named: dict[str, Any]) -> None:
             assert flow is not None
@@ -145,9 +149,12 @@ class PPOTrainer(HostTrainer):
             accept = named["should_accept_fn"]
             flow.accept = import_from_string(accept) if isinstance(accept, str) else accept
             if is_single_controller():
-                flow.submit = partial(_submit_path, self.rollout, named["workflow"], named["workflow_kwargs"])
+                flow.submit = partial(
+                    _submit_path, self.rollout, named["workflow"], named["workflow_kwargs"], anew=anew
+                )
             else:
                 workflow = self.rollout._resolve_workflow(named["workflow"], named["workflow_kwargs"], 1)
+                workflow = Anew(workflow) if anew else workflow
                 flow.submit = partial(_submit, self.rollout.workflow_executor, workflow, flow)
 
         return begin
@@ -157,13 +164,13 @@ def _submit(executor: Any, workflow: Any, flow: PromptFlow, task: Task) -> int:
     return int(executor.submit(task.data, workflow=Members(workflow, task.size, failed=flow.note, done=task.done)))
 
 
-def _submit_path(rollout: Any, workflow: Any, named: dict[str, Any] | None, task: Task) -> int:
+def _submit_path(rollout: Any, workflow: Any, named: dict[str, Any] | None, task: Task, anew: bool = False) -> int:
     """AReaL's controller hands its workers import paths and arguments."""
-    path = rollout._resolve_workflow_str(workflow)
-    arguments = {"workflow": path, "size": task.size, "named": named or {}}
-    return int(rollout.submit(task.data, f"{Members.__module__}.{Members.__name__}", arguments))
+    inner = {"workflow": rollout._resolve_workflow_str(workflow), "named": named or {}}
+    if anew:
+        inner = {"workflow": _path(Anew), "named": inner}
+    return int(rollout.submit(task.data, _path(Members), {**inner, "size": task.size}))
 
 
-def _manager(rollout: Any) -> Any:
-    executor = getattr(rollout, "workflow_executor", None)
-    return rollout.staleness_manager if executor is None else executor.staleness_manager
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__name__}"

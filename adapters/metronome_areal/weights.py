@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,12 +16,15 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @torch.no_grad()
 def fingerprint(module: Any) -> list[int]:
     """One integer a trained parameter of this rank's shard: the sum of its values, their bits read as integers."""
-    sums = []
-    for one in module.parameters():
-        if one.requires_grad:
-            local = one.to_local() if isinstance(one, DTensor) else one
-            sums.append(local.detach().contiguous().view(_BITS[local.element_size()]).sum(dtype=torch.int64))
-    return [int(one) for one in torch.stack([one.cpu() for one in sums])] if sums else []
+    trained = [one for one in module.parameters() if one.requires_grad]
+    return bits([one.to_local() if isinstance(one, DTensor) else one for one in trained])
+
+
+@torch.no_grad()
+def bits(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """One integer a tensor: the sum of its values, their bits read as integers."""
+    sums = [one.detach().contiguous().view(_BITS[one.element_size()]).sum(dtype=torch.int64).cpu() for one in tensors]
+    return [int(one) for one in torch.stack(sums)] if sums else []
 
 
 class Movement:

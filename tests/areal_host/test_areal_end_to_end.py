@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import time
 from collections import Counter
 
 import pytest
@@ -107,6 +108,33 @@ def test_periodic_a3po_and_sagc_together_and_g_moves(folder):
         assert pairs_trained(one.batches) == pairs_generated(one.groups)
 
 
+def interrupt(one):
+    """What is generated during an update is slow, and has a token at least and not all when it is published."""
+    generator, update, pause, resume = (
+        one.rollout.generator,
+        one.actor.ppo_update,
+        one.rollout.pause,
+        one.rollout.resume,
+    )
+
+    def slowly(batch):
+        generator.least_seconds = 0.2
+        update(batch)
+
+    def with_tokens():
+        last = time.monotonic() + 10
+        flow = one.train_dataloader.out.__self__
+        while flow._running and not any(row.tokens for row in generator._batch.rows) and time.monotonic() < last:
+            time.sleep(0.01)
+        pause()
+
+    def quickly():
+        generator.least_seconds = 0.0
+        resume()
+
+    one.actor.ppo_update, one.rollout.pause, one.rollout.resume = slowly, with_tokens, quickly
+
+
 def test_bounded_a3po_trains_stale_and_interrupted_responses_with_a_version_a_token(folder):
     keys = A3PO | {
         "metronome.rollout_source": "bounded",
@@ -116,7 +144,7 @@ def test_bounded_a3po_trains_stale_and_interrupted_responses_with_a_version_a_to
         "total_train_steps": 6,
     }
     with room.trainer(room.configuration(folder, keys), Watched) as one:
-        one.rollout.generator.least_seconds = 0.01
+        interrupt(one)
         one.train(workflow=room.workflow(one.config))
         assert len(one.stats) == 6
         staleness = one.of("metronome/loss/staleness_max")

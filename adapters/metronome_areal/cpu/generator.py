@@ -15,6 +15,8 @@ import torch
 from metronome.decoding.batch import DecodeBatch, Row
 from metronome.decoding.weights import replace_weights
 from metronome.errors import MetronomeError, WorkerFailed
+from metronome_areal.checks import check_received
+from metronome_areal.weights import bits
 
 _WHERE = "the CPU room's engine"
 
@@ -45,6 +47,7 @@ class Generator:
         self._open.set()
         self._between_steps = threading.Lock()
         self._stopped = False
+        self._given: list[int] | None = None
         self._thread = threading.Thread(target=self._serve, name="metronome-room", daemon=True)
         self._thread.start()
 
@@ -77,12 +80,18 @@ class Generator:
     def replace(self, named: Mapping[str, torch.Tensor], version: int | None) -> None:
         """Takes a full set of weights between two steps, and their version.
 
-        Raises WorkerFailed for a set that doesn't fit; nothing is taken then.
+        Raises WorkerFailed for a set that doesn't fit, and nothing is taken then; MetronomeError if it is another one
+        than the last and the model is as it was.
         """
+        given = bits(named.values())
         with self._between_steps:
+            before = bits(self._model.parameters())
             replace_weights(self._model, named, where=_WHERE, remedy="train and generate with the same actor.path")
+            taken = bits(self._model.parameters()) != before
             if version is not None:
                 self.version = version
+        check_received(self._given not in (None, given), taken, f"{_WHERE}, version {version}")
+        self._given = given
 
     def set_version(self, version: int) -> None:
         """Names the weights that are here."""
