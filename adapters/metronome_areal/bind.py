@@ -20,7 +20,7 @@ def _heard(load: Callable[..., Any]) -> Callable[..., Any]:
     """``load_expr_config`` that takes ``metronome.x=y``, and says what is wrong with a key in one line."""
 
     @functools.wraps(load)
-    def wrapped(argv: list[str], config_cls: type[Any]) -> Any:
+    def wrapped(argv: list[str], config_cls: Any) -> Any:
         from metronome_areal.config import read, with_block
 
         with refused(with_block(config_cls), "AReaL's configuration"):
@@ -35,7 +35,7 @@ def _with_block(structured: Callable[..., Any]) -> Callable[..., Any]:
     """``to_structured_cfg`` whose class has our block where the configuration has it."""
 
     @functools.wraps(structured)
-    def wrapped(cfg: Any, config_cls: type[Any]) -> Any:
+    def wrapped(cfg: Any, config_cls: Any) -> Any:
         from areal.api.cli_args import PPOConfig
 
         from metronome_areal.config import with_block

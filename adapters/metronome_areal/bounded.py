@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from areal.infra.rpc.rtensor import RTensor
 from areal.utils import stats_tracker
 
 from metronome.errors import WaitTimeout
-from metronome_areal.flow import NEVER, Arrived, PromptFlow, _dispatcher, _here
+from metronome_areal.flow import NEVER, Arrived, PromptFlow, _dispatcher
 from metronome_areal.periodic import FlowActor
 
 _LOOK = 0.5
@@ -122,6 +123,7 @@ def manager_of(rollout: Any) -> Any:
 
 def over_publications(group: dict[str, Any]) -> tuple[int, int]:
     """Rows of a group, and those whose trained tokens are of several versions."""
-    versions, trained = _here(group["versions"]), _here(group["loss_mask"]).bool()
-    several = sum(len(set(row[mask].tolist())) > 1 for row, mask in zip(versions, trained, strict=True))
-    return len(versions), several
+    seen = RTensor.localize({name: group[name] for name in ("versions", "loss_mask")})
+    rows = zip(seen["versions"], seen["loss_mask"].bool(), strict=True)
+    several = [len(set(row[mask].tolist())) > 1 for row, mask in rows]
+    return len(several), sum(several)

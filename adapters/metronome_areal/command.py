@@ -64,16 +64,16 @@ def validate(arguments: Sequence[str], where: str) -> list[str]:
     Raises ConfigurationError for a key or value that AReaL doesn't take, and for what we refuse.
     """
     require_host("areal", VERSIONS, "the adapter")
-    room = f"++{BLOCK}.cpu=true" in arguments
     with _environment():
-        if room:
+        if f"++{BLOCK}.cpu=true" in arguments:
             from metronome_areal import cpu
 
             cpu.prepare()
-        return _arranged(arguments, f"{where}: args")
+        return arranged(arguments, f"{where}: args")[1]
 
 
-def _arranged(arguments: Sequence[str], where: str) -> list[str]:
+def arranged(arguments: Sequence[str], where: str) -> tuple[Any, list[str]]:
+    """The configuration as our trainer would have it, and the lines that it would print."""
     from areal.api import cli_args
     from areal.api.alloc_mode import ModelAllocation
     from omegaconf import OmegaConf
@@ -90,13 +90,22 @@ def _arranged(arguments: Sequence[str], where: str) -> list[str]:
     with refused(kind, where):
         written, _ = cli_args.parse_cli_args(list(arguments))
         config: Any = OmegaConf.to_object(cli_args.to_structured_cfg(written, kind))
-        for name in ("actor", "rollout"):
-            ModelAllocation.from_str(str(getattr(config, name).backend), name=name)
+    for name in ("actor", "rollout"):
+        backend = str(getattr(config, name).backend)
+        try:
+            ModelAllocation.from_str(backend, name=name)
+        except Exception as error:  # AReaL's grammar has several
+            raise ConfigurationError(
+                f"AReaL refuses the backend: {error}",
+                found=backend,
+                where=f"{where}.{name}.backend",
+                remedy="as fsdp:d4",
+            ) from None
     if not config.train_dataset.path:
         raise ConfigurationError("no prompts", where=where, remedy="train_dataset.path: FILE.jsonl")
     part = read(config)
     clip = told_of_clip(config.actor, config.metronome, part)
-    return [*(arrange_room(config) if part.room else []), *arrange(config, part), *clip]
+    return config, [*(arrange_room(config) if part.room else []), *arrange(config, part), *clip]
 
 
 @contextlib.contextmanager

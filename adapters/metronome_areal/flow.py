@@ -17,6 +17,7 @@ from metronome.contracts import Flow, GroupStats, RolloutSource, Verdict
 from metronome.errors import MetronomeError, WaitTimeout
 
 NEVER = 10**9
+_SEEN = ("loss_mask", "attention_mask", "versions", "rewards")
 _LOOK = 1.0
 
 
@@ -67,6 +68,7 @@ class PromptFlow:
         generated: what came back in this period, refused or not.
         dropped, refused, failed: groups of the run that were too stale, refused by ``accept``, or came to nothing.
         cause: the last error of a member.
+        discarded: dropped and refused groups whose tensors are kept on AReaL's workers.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class PromptFlow:
         self.generated: list[GroupStats] = []
         self.dropped = self.refused = self.failed = self._failed_in_a_row = 0
         self.cause: Exception | None = None
+        self.discarded: list[dict[str, Any]] = []
         self._heard = time.monotonic()
 
     def open(self, version: int, size: int, batch: int) -> None:
@@ -139,6 +142,10 @@ class PromptFlow:
         waiting = [one.task.data for one in self._queued]
         return [*waiting, *(task.data for task in self._running.values()), *self._again]
 
+    def _discard(self, group: dict[str, Any]) -> None:
+        if RTensor.collect_shards(group):  # on a worker, until AReaL is told to clear it
+            self.discarded.append(group)
+
     def _flow(self) -> Flow:
         return Flow(self.version, self.batch, len(self._running), len(self._queued), self.trained)
 
@@ -148,6 +155,7 @@ class PromptFlow:
             one = self._queued.popleft()
             if self.source.verdict(one.versions, self.version) is Verdict.DROP:
                 self.dropped += 1
+                self._discard(one.group)
                 self._again.append(one.task.data)
                 continue
             self.trained += 1
@@ -185,11 +193,12 @@ class PromptFlow:
             return
         self._failed_in_a_row = 0
         group = result.trajectory
-        seen = {name: _here(group[name]) for name in ("loss_mask", "attention_mask", "versions", "rewards")}
+        seen = RTensor.localize({name: group[name] for name in _SEEN})
         stats = stats_of(seen, task, self._largest)
         self.generated.append(stats)
-        if self.accept is not None and not self.accept(group):
+        if self.accept is not None and not self.accept(RTensor.localize(group)):
             self.refused += 1
+            self._discard(group)
             return
         self._queued.append(Arrived(group, versions_of(seen), stats, task))
 

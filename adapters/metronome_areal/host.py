@@ -71,6 +71,9 @@ _EXPECTED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("self", "data", "workflow", "should_accept_fn", "task_id", "is_eval"),
     ),
     ("areal.infra.staleness_manager", "StalenessManager.get_capacity", ("self",)),
+    ("areal.infra.workflow_executor", "WorkflowExecutor.pause", ("self",)),
+    ("areal.utils.recover", "RecoverHandler.recover_info_path", ("experiment_name", "trial_name", "fileroot")),
+    ("areal.utils.recover", "RecoverInfo.load", ("load_dir",)),
 )
 
 

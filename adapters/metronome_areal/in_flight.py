@@ -43,13 +43,16 @@ class Anew(RolloutWorkflow):
             version = engine.get_version()
             episode = asyncio.ensure_future(self.workflow.arun_episode(engine, data))
             self._running[episode] = version
-            if self._watching is None or self._watching.done():
+            if self._watching is None:
                 self._watching = asyncio.ensure_future(self._watch(engine))
             try:
                 await asyncio.wait({episode})
             finally:
                 del self._running[episode]
                 episode.cancel()  # where this task was cancelled; nothing where the episode is done
+                if not self._running and self._watching is not None:
+                    self._watching.cancel()
+                    self._watching = None
             if engine.get_version() == version:
                 found: dict[str, Any] | None = episode.result()
                 return found
@@ -57,8 +60,8 @@ class Anew(RolloutWorkflow):
                 episode.exception()  # asked for, so that asyncio doesn't complain of it
 
     async def _watch(self, engine: InferenceEngine) -> None:
-        """One watcher for all episodes of a run, while there are any."""
-        while self._running:
+        """One watcher for all episodes of a run, cancelled with the last of them."""
+        while True:
             version = engine.get_version()
             for episode, begun in self._running.items():
                 if begun != version:

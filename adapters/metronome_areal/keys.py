@@ -60,25 +60,19 @@ def _told(error: Exception, kind: type[Any], where: str) -> ConfigurationError:
     known = keys_at(kind, path.split(".") if path else [])
     missing = "mandatory" in first
     if last and known and last not in known:
-        return ConfigurationError(
-            "AReaL has no such key" if cause is error else "AReaL's YAML has no such key to override",
-            found=key,
-            where=where,
-            remedy=nearest(last, known),
-        )
+        return ConfigurationError("AReaL has no such key", found=key, where=where, remedy=nearest(last, known))
     if last and cause is not error and not missing:
         return ConfigurationError(
             "the YAML has no such key to override", found=key, where=where, remedy=f"+{key}=VALUE adds it"
         )
     if missing:
-        place = f"{key}." if key and not key.endswith(_word(first)) else ""
-        return ConfigurationError("a key that AReaL needs is missing", where=where, remedy=f"{place}{_word(first)}")
+        word = first.rpartition(" ")[2].strip("`'")
+        name = key if key.endswith(word) else f"{key}.{word}".strip(".")
+        return ConfigurationError("a key that AReaL needs is missing", found=name, where=where, remedy=f"{name}=VALUE")
     if isinstance(error, ValueError) and not last:
-        return ConfigurationError(f"AReaL refuses the configuration: {first}", where=where, remedy="the key it names")
+        return ConfigurationError(
+            f"AReaL refuses the configuration: {first}", where=where, remedy="change the key it names"
+        )
     return ConfigurationError(
         f"AReaL's configuration can't be read: {first}", found=key or None, where=where, remedy="key=value, as in YAML"
     )
-
-
-def _word(message: str) -> str:
-    return message.rpartition(" ")[2].strip("`'")

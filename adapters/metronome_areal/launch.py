@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import runpy
 import sys
@@ -58,10 +59,12 @@ def run(script: str, rest: Sequence[str]) -> None:
         raise ConfigurationError("there is no such script", found=script, where=WHERE, remedy="user_script.py first")
     if find_spec("areal") is None:
         raise ConfigurationError("AReaL isn't installed", where=WHERE, remedy="pip install 'areal==1.0.4'")
-    if _cpu(rest, _config(rest)):
+    config = _config(rest)
+    if _written(f"{BLOCK}.cpu", rest, config) is True:
         from metronome_areal import cpu
 
-        cpu.prepare()  # before AReaL is imported: it chooses its platform then
+        # Before AReaL is imported: it chooses its platform then.
+        cpu.prepare(controller=_written("scheduler.type", rest, config) is not None)
     from metronome_areal import bind
     from metronome_areal.host import check_host
 
@@ -75,7 +78,7 @@ def run(script: str, rest: Sequence[str]) -> None:
 def _config(rest: Sequence[str]) -> Path | None:
     """The file after ``--config``; a script that has none is left to say so itself."""
     given = [one.partition("=")[2] for one in rest if one.startswith("--config=")]
-    given += [value for flag, value in zip(rest, rest[1:], strict=False) if flag == "--config"]
+    given += [value for flag, value in itertools.pairwise(rest) if flag == "--config"]
     if not given:
         return None
     path = Path(given[-1])
@@ -84,18 +87,17 @@ def _config(rest: Sequence[str]) -> Path | None:
     return path
 
 
-def _cpu(rest: Sequence[str], config: Path | None) -> bool:
-    """Whether the CPU room is asked for, on the command line or in the YAML."""
-    said = [one.partition("=")[2] for one in rest if one.lstrip("+").startswith(f"{BLOCK}.cpu=")]
-    if said:
-        return said[-1].lower() == "true"
-    if config is None:
-        return False
+def _written(key: str, rest: Sequence[str], config: Path | None) -> Any:
+    """The value of ``key`` on the command line, else in the YAML as it is written there; None without one."""
+    said = [one.partition("=")[2] for one in rest if one.lstrip("+").startswith(f"{key}=")]
     try:
-        written: Any = yaml.safe_load(config.read_text(encoding="utf-8"))
+        if said:
+            return yaml.safe_load(said[-1])
+        found: Any = None if config is None else yaml.safe_load(config.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigurationError(
-            f"the file can't be read: {error}", found=str(config), where="--config", remedy="a YAML file in UTF-8"
+            f"this can't be read: {error}", found=str(config), where="--config", remedy="a YAML file in UTF-8"
         ) from None
-    block = written.get(BLOCK) if isinstance(written, dict) else None
-    return isinstance(block, dict) and block.get("cpu") is True
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found

@@ -68,20 +68,19 @@ class Parts:
         flow: of this process; None on ranks that don't generate.
         ranks: of the run.
         most: groups of this process that a part may have.
+        least: groups that a part of a controller has but at the end: one for each of its workers.
     """
 
-    def __init__(self, flow: PromptFlow | None, ranks: Ranks, most: int) -> None:
-        self.flow, self.ranks, self._most = flow, ranks, most
+    def __init__(self, flow: PromptFlow | None, ranks: Ranks, most: int, least: int = 1) -> None:
+        self.flow, self.ranks, self._most, self._least = flow, ranks, max(most, least), least
 
     def next(self) -> list[dict[str, Any]] | None:
         """The next part's groups of this rank (maybe none), or None when the period is complete on every rank.
 
         Raises WaitTimeout if nothing arrives, and what ``PromptFlow`` raises; on every rank what one raises.
         """
-        flow = self.flow
         if self.ranks.group is None:
-            assert flow is not None
-            return None if flow.complete() else [one.group for one in flow.take(self._most)]
+            return self._of_one_process()
         groups: list[dict[str, Any]] = []
         while True:
             told = self.ranks.everywhere(self._look())
@@ -95,6 +94,13 @@ class Parts:
             if complete:
                 return None
             time.sleep(_LOOK)
+
+    def _of_one_process(self) -> list[dict[str, Any]] | None:
+        assert self.flow is not None
+        found: list[dict[str, Any]] = []
+        while len(found) < self._least and not self.flow.complete():
+            found += [one.group for one in self.flow.take(self._most - len(found))]
+        return found or None
 
     def stats(self) -> list[GroupStats]:
         """Every group that was generated for the period, on every rank, in the order of the ranks."""

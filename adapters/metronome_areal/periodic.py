@@ -72,13 +72,21 @@ class FlowActor:
         self._engine.ppo_update(batch)
         self._close(None)
 
+    def clear_batches(self, *batches: Any) -> None:
+        """AReaL's, of what was trained and of what won't be."""
+        flow = self._parts.flow
+        discarded = [] if flow is None else flow.discarded
+        self._engine.clear_batches(*batches, list(discarded))
+        discarded.clear()
+
     def _open(self, named: dict[str, Any]) -> None:
         self._parts.ranks.begin()
+        self._step = int(self._engine.get_version())  # a resumed run's steps go on
         flow = self._parts.flow
         if flow is not None:
             self._begin(named)
             size = self._part.selection.group_controller.size() if self._part.owns_groups else int(named["group_size"])
-            flow.open(self._engine.get_version(), size, self._prompts())
+            flow.open(self._step, size, self._prompts())
         self._begun = time.monotonic()
 
     def _close(self, bubble: float | None) -> None:
@@ -96,7 +104,6 @@ class FlowActor:
             mean = None if bubble is None else sum(one for one, _ in told) / len(told)
             decided = controller.observe(StepStats(self._step, stats, mean))
             found |= {f"metronome/group_controller/{name}": value for name, value in decided.items()}
-        self._step += 1
         stats_tracker.scalar(**found)
 
 
@@ -153,5 +160,5 @@ class PeriodicActor(FlowActor):
         self._close(idle)
 
     def clear_batches(self, batch: Batch, *_: Any) -> None:
-        """AReaL's, of what was trained."""
-        self._engine.clear_batches(list(batch), batch.advantages)
+        """AReaL's, of what was trained and of what won't be."""
+        super().clear_batches(list(batch), batch.advantages)

@@ -54,7 +54,8 @@ def run(
     from metronome_areal.cpu.assets import make
 
     room.fill(make)
-    print(f"metronome: smoke run: tiny model and data in {room.assets}, what AReaL writes in {room.work}", flush=True)
+    written = args["cluster.fileroot"]
+    print(f"metronome: smoke run: tiny model and data in {room.assets}, what AReaL writes in {written}", flush=True)
     return start(command, room_environment(os.environ))
 
 

@@ -7,10 +7,11 @@ rollout source's state, and what a position in the data depends on.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any
 
-from areal.utils.recover import RecoverHandler
+from areal.infra.data_service.rdataset import RDataset
+from areal.utils.recover import InValidRecoverInfo, RecoverHandler, RecoverInfo
 
 from metronome.errors import ConfigurationError, guarded
 from metronome_areal.config import Part
@@ -21,39 +22,70 @@ _AGAIN = "recover.mode=off, or a trial_name of its own"
 
 
 class KeptPrompts(Prompts):
-    """``Prompts`` whose checkpoint holds the run's state, and is refused where this run can't go on from it.
+    """``Prompts`` whose checkpoint holds the run's state too; ``take`` reads that before any engine is made.
 
     Args:
         loader: AReaL's.
         part: the run's settings.
+        data: ``data_of`` the run.
     """
 
-    def __init__(self, loader: Any, part: Part) -> None:
+    def __init__(self, loader: Any, part: Part, data: Mapping[str, Any]) -> None:
         super().__init__(loader)
-        self._part = part
+        self._part, self._data = part, dict(data)
 
     def state_dict(self) -> dict[str, Any]:
         """AReaL's and ours."""
         state = super().state_dict()
-        state[KEY] |= {"run": saved(self._part), "data": self._data()}
+        state[KEY] |= {"run": saved(self._part), "data": self._data}
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores ``state_dict``.
 
-        Raises ConfigurationError for a checkpoint of another controller, source, data, or without the state needed.
-        """
-        own = state.get(KEY)
-        if own is None:
-            _without_state(self._part)
-        else:
-            _check_data(own, self._data(), self._part)
-            restored(self._part, own["run"], len(own["prompts"]))
-        super().load_state_dict(state)
+def data_of(config: Any, dataset: Any) -> dict[str, Any]:
+    """What a position in the data depends on."""
+    rows = len(dataset) if isinstance(dataset, Sized) and not isinstance(dataset, RDataset) else None
+    return {"prompts": rows, "train_dataset.batch_size": int(config.train_dataset.batch_size)}
 
-    def _data(self) -> dict[str, Any]:
-        """What a position in the data depends on."""
-        return {"prompts": len(self._loader.dataset), "train_dataset.batch_size": int(self._loader.batch_size)}
+
+def take(config: Any, part: Part, data: Mapping[str, Any]) -> None:
+    """Gives the run's source and controller their states, where AReaL will recover.
+
+    Args:
+        config: AReaL's.
+        part: the run's settings.
+        data: ``data_of`` the run.
+
+    Raises ConfigurationError for a checkpoint of another controller, source, data or number of ranks, for one without
+    the state needed, and for one that AReaL can't read: it would begin anew and overwrite it.
+    """
+    recover = config.recover
+    path = RecoverHandler.recover_info_path(recover.experiment_name, recover.trial_name, recover.fileroot)
+    if recover.mode in ("off", "disabled") or not os.path.exists(path):
+        return
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        states = RecoverInfo.load(path).dataloader_info
+    except InValidRecoverInfo as error:
+        states, found = None, f"{path}: {error.__cause__}"
+    else:
+        found = f"{len(states)} ranks, now {ranks}"
+    if isinstance(states, list):
+        states = states[int(os.environ.get("RANK", "0"))] if len(states) == ranks else None
+    if states is None:
+        if part.block:
+            raise ConfigurationError(
+                "AReaL can't go on from the checkpoint that is there, and would begin anew",
+                found=found,
+                where=_WHERE,
+                remedy=f"as many ranks as the checkpoint has; {_AGAIN}",
+            )
+        return
+    own = states.get(KEY)
+    if own is None:
+        _without_state(part)
+    else:
+        _check_data(own, data, part)
+        restored(part, own["run"], len(own["prompts"]))
 
 
 def saved(part: Part) -> dict[str, Any]:
@@ -104,31 +136,6 @@ def restored(part: Part, state: Mapping[str, Any], out: int) -> None:
         _tell(f"rollout source {_named(mine)} starts anew: the checkpoint is of {_named(found)}")
 
 
-def check_recovered(config: Any, part: Part, recovered: bool) -> None:
-    """Refuses what AReaL takes for a new run: a checkpoint that is there and that it couldn't read.
-
-    It goes on without, with states that are half loaded, and overwrites the checkpoint.
-
-    Args:
-        config: AReaL's.
-        part: the run's settings.
-        recovered: whether AReaL recovered.
-
-    Raises ConfigurationError.
-    """
-    recover = config.recover
-    if recovered or not part.block or recover.mode in ("off", "disabled"):
-        return
-    path = RecoverHandler.recover_info_path(recover.experiment_name, recover.trial_name, recover.fileroot)
-    if os.path.exists(path):
-        raise ConfigurationError(
-            "a checkpoint is there and AReaL can't go on from it: its log has the reason",
-            found=f"{path}; {os.environ.get('WORLD_SIZE', '1')} rank(s) now",
-            where=_WHERE,
-            remedy=f"as many ranks as the checkpoint has; {_AGAIN}",
-        )
-
-
 def _load(owner: Any, state: Mapping[str, Any], name: str) -> None:
     guarded(lambda: owner.load_state_dict(state), f"{name} raised in load_state_dict()", where="the checkpoint")
 
@@ -146,7 +153,8 @@ def _without_state(part: Part) -> None:
 
 
 def _check_data(own: Mapping[str, Any], mine: Mapping[str, Any], part: Part) -> None:
-    if part.owns_rollouts and own["data"] != mine:
+    known = {name: value for name, value in mine.items() if value is not None}
+    if part.owns_rollouts and known != {name: own["data"][name] for name in known}:
         raise ConfigurationError(
             "the checkpoint's position is one in other data, so that prompts would come twice or never",
             found=f"{own['data']}, now {dict(mine)}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from metronome_areal.in_flight import Anew, Finishing
 from metronome_areal.members import Members
 from metronome_areal.parts import Parts, Ranks
 from metronome_areal.periodic import FlowActor, PeriodicActor, Reference
-from metronome_areal.state import KeptPrompts, check_recovered
+from metronome_areal.state import KeptPrompts, data_of, take
 
 
 class PPOTrainer(HostTrainer):
@@ -33,6 +34,7 @@ class PPOTrainer(HostTrainer):
 
     actor: Any
     ref: Any
+    rollout: Any
     weight_update_meta: Any
 
     def __init__(self, config: Any, train_dataset: Any = None, valid_dataset: Any = None) -> None:
@@ -41,12 +43,18 @@ class PPOTrainer(HostTrainer):
         notes = told_of_clip(config.actor, getattr(config, "metronome", None), self.part)
         for line in [*(enter(config) if self.part.room else []), *arrange(config, self.part), *notes]:
             print(f"metronome: {line}", flush=True)
-        super().__init__(config, train_dataset, valid_dataset)
-        check_recovered(config, self.part, self.recover_info is not None)
+        take(config, self.part, data_of(config, train_dataset))
+        try:
+            super().__init__(config, train_dataset, valid_dataset)
+        except BaseException:
+            if getattr(self, "scheduler", None) is not None:
+                self.scheduler.delete_workers()  # AReaL's close() would, of a trainer that was made
+            raise
         if self.part.owns_rollouts and self.weight_update_meta.lora_keep_versions:
             # AReaL keeps as many adapters on its servers as its own bound says, which isn't the bound here.
             self.weight_update_meta.lora_keep_versions = self.part.selection.rollout_source.max_staleness + 2
 
+    @functools.wraps(HostTrainer.train, assigned=())  # its arguments are what check_host sees
     def train(self, workflow: Any = None, *args: Any, dynamic_filter_fn: Any = None, **named: Any) -> None:
         """AReaL's; where groups are ours its actor is a ``FlowActor`` or a ``PeriodicActor`` meanwhile."""
         if not self.part.owns_rollouts:
@@ -55,7 +63,7 @@ class PPOTrainer(HostTrainer):
         actor, reference, rollout = self.actor, self.ref, self.rollout
         flow = self._flow()
         ranks = self._ranks()
-        parts = Parts(flow, ranks, self.train_dataloader.batch_size)
+        parts = Parts(flow, ranks, self.train_dataloader.batch_size, self._places() if is_single_controller() else 1)
         shared = (actor, self.part, parts, lambda: self._prompts(ranks), self._beginning(flow))
         if self.part.mode == "periodic":
             self.actor = PeriodicActor(*shared, reference=reference)
@@ -63,13 +71,20 @@ class PPOTrainer(HostTrainer):
         else:
             self.actor = (BoundedActor if self.part.mode == "bounded" else FlowActor)(*shared)
         if self.part.mode == "bounded" and self.part.in_flight == "finish":
-            self.rollout = Finishing(rollout, flow, ranks)
+            self.rollout = Finishing(rollout, flow if isinstance(flow, BoundedFlow) else None, ranks)
         try:
             super().train(workflow, *args, dynamic_filter_fn=dynamic_filter_fn, **named)
         finally:
             self.actor, self.ref, self.rollout = actor, reference, rollout
 
     # --- AReaL's factories ----------------------------------------------------------------------------
+
+    def _init_scheduler(self) -> Any:
+        from metronome_areal.controller import travelling
+
+        scheduler: Any = super()._init_scheduler()
+        scheduler.exp_config = travelling(self.config)
+        return scheduler
 
     def _create_train_engine(self, actor_config: Any, alloc: Any) -> Any:
         if alloc.backend != "fsdp":
@@ -78,8 +93,9 @@ class PPOTrainer(HostTrainer):
 
         config = told(actor_config, self.part, int(self.config.seed))
         if is_single_controller():
-            from metronome_areal.controller import MetronomeController
+            from metronome_areal.controller import MetronomeController, check_controller
 
+            check_controller(self.config, self.part, int(alloc.parallel.dp_size))
             actor: Any = MetronomeController(MetronomeActor, config, self.scheduler)
         else:
             actor = MetronomeActor(config)
@@ -87,24 +103,31 @@ class PPOTrainer(HostTrainer):
         return actor
 
     def _create_critic(self, critic_config: Any, alloc: Any) -> Any:
-        if alloc.backend != "fsdp" or is_single_controller():
+        if alloc.backend != "fsdp":
             return super()._create_critic(critic_config, alloc)
         from metronome_areal.actor import MetronomeCritic
 
-        critic: Any = MetronomeCritic(critic_config)
+        controlled = is_single_controller()
+        critic: Any = (
+            MetronomeCritic.as_controller(critic_config, self.scheduler)
+            if controlled
+            else MetronomeCritic(critic_config)
+        )
         critic.create_process_group(parallel_strategy=alloc.parallel)
         return critic
 
     def _init_rollout(self, rollout_config: Any, is_eval: bool = False, lora_path: str | None = None) -> Any:
         if not self.part.room:
             return super()._init_rollout(rollout_config, is_eval, lora_path)
-        from metronome_areal.cpu import engine
+        from metronome_areal.cpu import engine, worker
 
-        return engine.make(self, rollout_config, is_eval)
+        return (worker if is_single_controller() else engine).make(self, rollout_config, is_eval)
 
     def _create_dataloader(self, dataset: Any, dataset_config: Any, rank: int, world_size: int) -> Any:
         loader = super()._create_dataloader(dataset, dataset_config, rank, world_size)
-        return KeptPrompts(loader, self.part) if dataset_config is self.config.train_dataset else loader
+        if dataset_config is not self.config.train_dataset:
+            return loader
+        return KeptPrompts(loader, self.part, data_of(self.config, dataset))
 
     # --- the flow of groups ---------------------------------------------------------------------------
 
@@ -120,7 +143,13 @@ class PPOTrainer(HostTrainer):
             return size
         controller = self.part.selection.group_controller
         budget = size * ranks.places * controller.largest()
+        if is_single_controller():
+            return int(controller.prompts(budget, self._places()))
         return int(controller.prompts(budget, ranks.places)) // ranks.places
+
+    def _places(self) -> int:
+        """Data-parallel ranks of the controller's workers."""
+        return int(self.actor_alloc.parallel.dp_size)
 
     def _flow(self) -> PromptFlow | None:
         if not self.actor.is_data_parallel_head():
@@ -149,9 +178,10 @@ class PPOTrainer(HostTrainer):
             accept = named["should_accept_fn"]
             flow.accept = import_from_string(accept) if isinstance(accept, str) else accept
             if is_single_controller():
-                flow.submit = partial(
-                    _submit_path, self.rollout, named["workflow"], named["workflow_kwargs"], anew=anew
-                )
+                from metronome_areal.controller import workflow_path
+
+                path = workflow_path(self.rollout, named["workflow"])
+                flow.submit = partial(_submit_path, self.rollout, path, named["workflow_kwargs"], anew=anew)
             else:
                 workflow = self.rollout._resolve_workflow(named["workflow"], named["workflow_kwargs"], 1)
                 workflow = Anew(workflow) if anew else workflow

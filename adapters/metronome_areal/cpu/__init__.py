@@ -2,7 +2,8 @@
 
 Made for debugging a training set-up on a laptop, with models of millions of parameters. ``metronome.cpu=true`` switches
 it on: AReaL's FSDP engine trains over gloo, and an engine in the same process generates (``engine.py``); everything in
-between, workflows, staleness, statistics, checkpoints, is AReaL's.
+between, workflows, staleness, statistics, checkpoints, is AReaL's. With ``scheduler.type=local`` beside it AReaL's
+single controller starts its workers, and those of the rollout generate (``worker.py``).
 """
 
 from __future__ import annotations
@@ -19,19 +20,30 @@ VARIABLES = {
 }
 """Set in every process of the room unless they are set already."""
 
+_SINGLE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+_set_here: set[str] = set()
 
-def prepare() -> None:
+
+def prepare(controller: bool = False) -> None:
     """Sets what AReaL reads from the environment; a second call does nothing.
 
     ``AREAL_SPMD_MODE=1``, the variables above, and without torchrun those of a single rank. Called before AReaL is
     imported where that can be had: AReaL chooses its platform, and torch its threads, once.
+
+    Args:
+        controller: whether AReaL's single controller runs: its mode, and no rank; its workers inherit the variables.
     """
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
-    os.environ["AREAL_SPMD_MODE"] = "1"
-    if "RANK" not in os.environ:
-        single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        os.environ.update(single, MASTER_PORT=str(_free_port()))
+    os.environ["AREAL_SPMD_MODE"] = "0" if controller else "1"
+    if controller:
+        for name in _set_here:
+            os.environ.pop(name, None)
+        _set_here.clear()
+    elif "RANK" not in os.environ:
+        single = {**_SINGLE, "MASTER_PORT": str(_free_port())}
+        os.environ.update(single)
+        _set_here.update(single)
     torch = sys.modules.get("torch")
     if torch is not None and os.environ["OMP_NUM_THREADS"] == "1":
         torch.set_num_threads(1)

@@ -12,12 +12,31 @@ from metronome_areal.arguments import put, refuse
 from metronome_areal.cpu import prepare
 
 ROOM = "in the CPU room"
+_KEY = "scheduler.type"
 
 
 def enter(config: Any) -> list[str]:
     """``prepare()`` and ``arrange(config)``: for a program that imported AReaL before it read its configuration."""
-    prepare()
+    prepare(by_controller(config))
     return arrange(config)
+
+
+def by_controller(config: Any) -> bool:
+    """Whether AReaL's single controller is asked for, by ``scheduler.type``; without it the room is SPMD.
+
+    Raises ConfigurationError for a scheduler that the room hasn't, and for one under torchrun.
+    """
+    kind = config.scheduler.type
+    remedy = "scheduler.type=local, or null for one process"
+    refuse(kind not in (None, "local"), f"only workers of this machine are started {ROOM}", _KEY, kind, remedy)
+    refuse(
+        kind and "TORCHELASTIC_RUN_ID" in os.environ,
+        "torchrun's ranks train without a controller",
+        _KEY,
+        kind,
+        "scheduler.type=null, or no torchrun",
+    )
+    return kind is not None
 
 
 def arrange(config: Any) -> list[str]:
@@ -33,10 +52,19 @@ def arrange(config: Any) -> list[str]:
         "python -m metronome_areal, or hide the devices: CUDA_VISIBLE_DEVICES= ASCEND_RT_VISIBLE_DEVICES=",
     )
     notes: list[str] = []
+    workers = by_controller(config)
     for name in ("actor", "ref", "critic"):
         if getattr(config, name) is not None:
-            _engine(config, name, notes)
-    put(config, "actor.weight_update_mode", "disk", notes, f"weights are copied in the process {ROOM}, not over NCCL")
+            _engine(config, name, notes, workers)
+    way = "go through files" if workers else "are copied in the process"
+    put(config, "actor.weight_update_mode", "disk", notes, f"weights {way} {ROOM}, not over NCCL")
+    refuse(
+        workers and config.actor.use_lora,
+        f"workers take whole models {ROOM}",
+        "actor.use_lora",
+        True,
+        "false, or scheduler.type=null",
+    )
     for name in ("actor", "rollout"):
         strategy = getattr(config, name).scheduling_strategy
         refuse(
@@ -66,7 +94,7 @@ def arrange(config: Any) -> list[str]:
     return notes
 
 
-def _engine(config: Any, name: str, notes: list[str]) -> None:
+def _engine(config: Any, name: str, notes: list[str], workers: bool) -> None:
     engine = getattr(config, name)
     backend = str(engine.backend)
     allocation = ModelAllocation.from_str(backend, name=name)
@@ -83,9 +111,10 @@ def _engine(config: Any, name: str, notes: list[str]) -> None:
         f"one process holds a model {ROOM}",
         f"{name}.backend",
         backend,
-        f"fsdp:d{os.environ['WORLD_SIZE']}",
+        f"fsdp:d{size.dp_size}",
     )
-    put(config, f"{name}.backend", f"fsdp:d{os.environ['WORLD_SIZE']}", notes, f"a process a rank {ROOM}")
+    if not workers:
+        put(config, f"{name}.backend", f"fsdp:d{os.environ['WORLD_SIZE']}", notes, f"a process a rank {ROOM}")
     if "flash" in str(engine.attn_impl):
         put(config, f"{name}.attn_impl", "sdpa", notes, f"no flash-attn {ROOM}")
     put(config, f"{name}.dtype", "float32", notes, f"what a CPU computes well {ROOM}")
