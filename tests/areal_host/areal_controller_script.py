@@ -4,6 +4,7 @@ Workers import this module for the workflow, the reward and the filter.
 """
 
 import json
+import random
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +15,12 @@ from areal import PPOTrainer
 from areal.api import SaveLoadMeta
 from areal.api.cli_args import GRPOConfig, load_expr_config
 from areal.infra.rpc.rtensor import RTensor, fetch_buffer_stats
+from areal.utils import network
 from areal.utils.recover import RecoverHandler, RecoverInfo
 from areal.workflow.rlvr import RLVRWorkflow
+
+network.random = random.SystemRandom()
+"""AReaL draws ports after it has seeded Python's generator: two runs of one seed on one machine would meet."""
 
 STEPS = 2
 HOOKS = {
