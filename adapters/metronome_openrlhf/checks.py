@@ -97,5 +97,6 @@ def check_received(before: list[float], after: list[float], changed: bool, where
             "the new weights didn't reach the rollout engines",
             found=f"engines {stale} of {len(after)} hold the weights of the publication before",
             where=where,
-            remedy="another --vllm.sync_backend, or no --ds.lora.rank: vLLM isn't given adapters",
+            remedy="another --vllm.sync_backend; with --ds.lora.rank a larger --actor.adam.lr: adapters are added to"
+            " weights of 16 bits",
         )

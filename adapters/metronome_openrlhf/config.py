@@ -17,6 +17,7 @@ from metronome.plugins import Selection, offered_names, plugin_manager, resolve
 from metronome.settings import Settings, parse_settings
 from metronome_openrlhf.arguments import WHERE, put, refuse
 from metronome_openrlhf.groups import own_groups
+from metronome_openrlhf.lora import check_adapters
 from metronome_openrlhf.queueing import over_publications
 from metronome_openrlhf.sharing import share_prompts
 from metronome_openrlhf.streaming import one_step
@@ -104,7 +105,12 @@ def arrange(args: Any, block: dict[str, Any], device: str) -> list[str]:
             where=f"{WHERE}.rollout_source",
             remedy=nearest(part.mode, MODES),
         )
+    for flag in ("rollout.batch_size", "rollout.micro_batch_size", "train.batch_size", "train.micro_batch_size"):
+        section, name = flag.split(".")
+        rows = int(getattr(getattr(args, section), name))
+        refuse(rows < 1, "there is nothing to divide by", flag, rows, f"--{flag} 1 or more")
     _trainer(args, part)
+    check_adapters(args)
     if part.owns_groups:
         own_groups(args, part, notes)
     if part.mode == "bounded":
@@ -232,4 +238,9 @@ def _loss(args: Any, part: Part, notes: list[str]) -> None:
         args.actor.policy_loss_type,
         "leave it out",
     )
+    if float(args.rollout.top_p) < 1 and bypasses(args, part):
+        notes.append(
+            f"--rollout.top_p {args.rollout.top_p:g}: the engines' log-probs are those of the cut distribution, so that"
+            f" ratios begin between {args.rollout.top_p:g} and 1  ({WHERE}.a3po.proximal recompute begins at 1)"
+        )
     put(args, "algo.advantage.is_correction_level", "token", notes, "the engines return log-probs; the loss is ours")

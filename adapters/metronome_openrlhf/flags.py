@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from metronome.recipes import parse_yaml
 from metronome.settings import parse_settings
 
 PREFIX = "--metronome."
+_FLAG = re.compile(r"--|-[A-Za-z]")  # a number may begin with a minus
 
 HELP = """metronome's flags (the rest goes to openrlhf.cli.train_ppo_ray, whose help follows):
 
@@ -48,7 +50,7 @@ def take(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             rest.append(flag)
             continue
         key, equals, text = flag[len(PREFIX) :].partition("=")
-        if not equals and left and not left[0].startswith("--"):
+        if not equals and left and not _FLAG.match(left[0]):
             text, equals = left.pop(0), "="
         _put(block, key, parse_yaml(text, flag) if equals else True)
     return block, rest

@@ -38,8 +38,9 @@ def main(arguments: Sequence[str]) -> int:
 def run(block: dict[str, Any], rest: Sequence[str], device: str) -> None:
     """OpenRLHF's main with ``rest``; when it has parsed them, ``block`` is arranged, classes are bound, Ray starts."""
     from metronome_openrlhf import bind, cluster
-    from metronome_openrlhf.host import check_host
+    from metronome_openrlhf.host import check_host, imported
 
+    imported("openrlhf.trainer.ray.launcher")  # all that OpenRLHF needs
     if block or device == "cpu":
         check_host()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,9 @@ FILES = ("model", "prompts.jsonl", "reward.py")
 
 MODULE = "metronome_openrlhf.cpu.assets"
 """``python -m`` of it makes them."""
+
+_STEP = re.compile(r"Global step \d+: (\{.*\})")
+_NUMBER = re.compile(r"'([^']+)': (-?(?:\d[\d.e+-]*|inf|nan))")
 
 CPU_ROOM: dict[str, Any] = {
     "actor.model_name_or_path": "{assets}/model",
@@ -56,7 +60,7 @@ CPU_ROOM: dict[str, Any] = {
     # OpenRLHF's first step has a rate of 0 otherwise.
     "actor.lr_scheduler": "constant",
     "actor.lr_warmup_ratio": 0.0,
-    "ckpt.save_steps": None,
+    "ckpt.save_steps": 2,  # --resume trains the third step again
     "ckpt.save_hf": False,
     "logger.wandb.key": None,
     "logger.tensorboard_dir": None,
@@ -64,12 +68,67 @@ CPU_ROOM: dict[str, Any] = {
 """OpenRLHF's flags; ``{assets}`` stands for the folder of the tiny model and its data."""
 
 
-def keys(_: str) -> dict[str, Any]:
-    """OpenRLHF's flags for the room; every rollout source has an engine of its own there."""
-    return CPU_ROOM
+BY_SOURCE: dict[str, dict[str, Any]] = {
+    # Answers that end far apart, so that groups arrive one by one.
+    "periodic": {"data.max_len": 320, "rollout.max_new_tokens": 256},
+    # A trainer three times slower than the engine, so that batches wait for it and grow stale.
+    "bounded": {
+        "data.max_samples": 24,
+        "rollout.max_new_tokens": 6,
+        "rollout.batch_size": 8,
+        "rollout.micro_batch_size": 1,
+        "train.batch_size": 32,
+        "train.micro_batch_size": 1,
+    },
+}
+"""What a rollout source needs besides."""
+
+
+def keys(source: str) -> dict[str, Any]:
+    """OpenRLHF's flags for the room, by rollout source; each has an engine of its own there."""
+    return CPU_ROOM | BY_SOURCE.get(source, {})
 
 
 def driver_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The environment of the launching process: without GPUs of its own, where pretended ones would be refused."""
     kept = {name: value for name, value in variables.items() if name != "CUDA_VISIBLE_DEVICES"}
-    return {"HF_HUB_OFFLINE": "1", **kept}
+    return {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **kept}
+
+
+class Seen:
+    """What a smoke run showed, read from OpenRLHF's lines.
+
+    Attributes:
+        steps: the metrics of each step.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def __call__(self, line: str) -> None:
+        """Reads a line of the run's output."""
+        if found := _STEP.search(line):
+            self.steps.append({name: float(value) for name, value in _NUMBER.findall(found[1])})
+
+    def told(self) -> str:
+        """The steps, and what showed that each technique was at work."""
+        found = [f"{len(self.steps)} step{'' if len(self.steps) == 1 else 's'}"]
+        if parts := self._of("periodic/parts"):
+            found.append(f"batches trained in {_span(parts)} parts")
+        if ages := self._of("loss/staleness_max") or self._of("bounded/staleness_max"):
+            found.append(f"samples up to {max(ages):.0f} versions old" if max(ages) else "no sample of an old version")
+        if max(shares := self._of("loss/off_behavior"), default=0.0):
+            found.append(f"A-3PO's proximal policy wasn't the engines' for up to {max(shares):.0%} of the tokens")
+        if fed := self._of("attention/tokens_fed"):
+            found.append(f"{sum(fed):.0f} tokens fed for {sum(self._of('attention/tokens_separate')):.0f}")
+        if sizes := self._of("group_controller/size"):
+            found.append("G " + ", ".join(f"{one:.0f}" for one in sizes))
+        return "; ".join(found)
+
+    def _of(self, name: str) -> list[float]:
+        return [step[key] for step in self.steps if (key := f"metronome/{name}") in step]
+
+
+def _span(values: list[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"

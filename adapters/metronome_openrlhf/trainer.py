@@ -9,6 +9,7 @@ from typing import Any
 import ray
 import torch
 from openrlhf.trainer import ppo_trainer
+from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
 
 from metronome.contracts import StepStats
 from metronome.controller_check import checked_metrics, checked_size, explained
@@ -105,6 +106,8 @@ class MetronomeTrainer(_Base):
 
     def broadcast_to_vllm(self) -> None:
         """OpenRLHF's; the engines learn which version they got, and must hold other weights than before."""
+        if self.args.vllm.enable_sleep and not self._received:  # the weights of a sleeping engine can't be read
+            batch_vllm_engine_call(self.vllm_engines, "wake_up", tags=["weights"])
         before = self._received or self._fingerprints()
         super().broadcast_to_vllm()
         ray.get([engine.set_version.remote(self.version) for engine in self.vllm_engines])

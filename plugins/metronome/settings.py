@@ -91,6 +91,10 @@ def parse_settings(
                     where=place,
                     remedy=f"{key}: {{option: value}}",
                 )
+            if not all(isinstance(name, str) for name in value):
+                raise ConfigurationError(
+                    "option names must be strings", found=list(value), where=place, remedy="name: value"
+                )
             options[key] = dict(value)
         else:
             raise ConfigurationError(
@@ -110,7 +114,19 @@ def parse_settings(
 
 
 def parse_options(model: type[OptionsT], values: Mapping[str, Any], where: str) -> OptionsT:
-    """``values`` as ``model``; raises ConfigurationError that names the first wrong key and what to set."""
+    """``values`` as ``model``; raises ConfigurationError that names the first wrong key and what to set.
+
+    True and false are refused where a number is wanted: that is what a flag without its value gives.
+    """
+    for name, value in values.items():
+        field = model.model_fields.get(name)
+        if isinstance(value, bool) and field is not None and not _takes_bool(field.annotation):
+            raise ConfigurationError(
+                "invalid value",
+                found=value,
+                where=f"{where}.{name}",
+                remedy=f"{name}: a value of its own, not {str(value).lower()}",
+            )
     try:
         return model(**values)
     except ValidationError as error:
@@ -135,11 +151,15 @@ def configuration_error(error: ValidationError, model: type[BaseModel], where: s
         )
     if first["type"] == "missing":
         return ConfigurationError("a required key is missing", where=place, remedy=f"set {path[-1]}")
-    message = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list, as [4, 8]")
     found = first["input"]
     if isinstance(found, Mapping) and not path:  # a validator over the whole block
         found = None
     return ConfigurationError("invalid value", found=found, where=place, remedy=message)
+
+
+def _takes_bool(annotation: Any) -> bool:
+    return annotation in (bool, Any) or any(_takes_bool(inner) for inner in get_args(annotation))
 
 
 def _fields_at(model: type[BaseModel], path: list[str]) -> set[str]:

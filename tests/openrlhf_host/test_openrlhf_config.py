@@ -62,6 +62,14 @@ REFUSED = [
     (("--metronome.a3po.cap", "5"), "isn't selected", "--metronome.a3po", "select 'a3po'"),
     (("--metronome.in_flight", "abort"), "nothing runs at a publication", "--metronome.in_flight", "finish"),
     ((*BOUNDED, "--metronome.in_flight", "abbort"), "unknown value", "--metronome.in_flight", "abort"),
+    # sizes
+    ((*A3PO, "--train.batch_size", "0"), "nothing to divide by", "--train.batch_size", "--train.batch_size 1 or more"),
+    (
+        ("--metronome.group_controller", "fixed", "--algo.advantage.estimator", "gae"),
+        "a critic's accumulation window",
+        "--algo.advantage.estimator",
+        "--rollout.n_samples_per_prompt 8",
+    ),
     # trainer
     ((*PERIODIC, "--train.async_enable"), "no batches in flight", "--train.async_enable", "rollout_source bounded"),
     # loss
@@ -455,6 +463,6 @@ def test_the_docs_name_every_metric_and_no_other():
     named = set(re.findall(r"`(metronome/[a-z_/]+)`", text))
     assert emitted
     assert emitted - named == set()
-    built = {"loss/calls", "attention/calls", "attention/tokens_fed", "attention/tokens_separate"}  # names put together
+    built = {"attention/calls", "attention/tokens_fed", "attention/tokens_separate"}  # names put together
     built |= {f"loss/{name}" for name in LOSS_METRICS}
     assert named - emitted == {f"metronome/{name}" for name in built}

@@ -60,7 +60,7 @@ def dry(name, *overrides, **others):
 def started(monkeypatch):
     """What would have been started."""
     calls = []
-    monkeypatch.setattr(host, "start", lambda command, environment: calls.append((command, dict(environment))) or 3)
+    monkeypatch.setattr(host, "start", lambda command, environment, *_: calls.append((command, dict(environment))) or 3)
     return calls
 
 
@@ -210,6 +210,54 @@ def test_a_smoke_run_makes_its_model_and_data_and_writes_beside_them(started, tm
     assert "CUDA_VISIBLE_DEVICES" not in environment
 
 
+def test_a_smoke_run_ends_with_what_was_seen_and_where_things_are(monkeypatch, tmp_path, capsys):
+    lines = [
+        "(Trainer pid=1) INFO Global step 1: {'metronome/periodic/parts': 1, 'metronome/loss/staleness_max': 0.0,"
+        " 'metronome/loss/off_behavior': 0.0, 'metronome/attention/tokens_fed': 30.0,"
+        " 'metronome/attention/tokens_separate': 40.0, 'metronome/group_controller/size': 2}",
+        "nothing of ours",
+        "(Trainer pid=1) INFO Global step 2: {'metronome/periodic/parts': 3, 'metronome/loss/staleness_max': 2.0,"
+        " 'metronome/loss/off_behavior': 0.25, 'metronome/attention/tokens_fed': 3e1,"
+        " 'metronome/attention/tokens_separate': 40.0, 'metronome/group_controller/size': 4}",
+    ]
+
+    def start(command, environment, heard):
+        for line in lines:
+            heard(line)
+        (tmp_path / "trained").mkdir()
+        (tmp_path / "checkpoints" / "_actor").mkdir(parents=True)
+        (tmp_path / "checkpoints" / "_actor" / "latest").touch()
+        return code
+
+    monkeypatch.setattr(host, "start", start)
+    code = 0
+    assert run("all_four", smoke=True, output=str(tmp_path)) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == (
+        "metronome: smoke run: 2 steps; batches trained in 1 to 3 parts; samples up to 2 versions old; A-3PO's proximal"
+        " policy wasn't the engines' for up to 25% of the tokens; 60 tokens fed for 80; G 2, 4."
+        f" model in {tmp_path / 'trained'}, checkpoints in {tmp_path / 'checkpoints'} (--resume {tmp_path} goes on from"
+        f" the last), tiny model and data in {tmp_path / 'smoke'}"
+    )
+    # One that failed says so, and not that it left a model.
+    (tmp_path / "trained").rmdir()
+    (tmp_path / "checkpoints" / "_actor" / "latest").unlink()
+    (tmp_path / "checkpoints" / "_actor").rmdir()
+    (tmp_path / "checkpoints").rmdir()
+    code, lines = 1, []
+    assert run("all_four", smoke=True, output=str(tmp_path)) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("metronome: smoke run: ended with exit code 1 after 0 steps. checkpoints in")
+
+
+def test_samples_of_the_a3po_recipes_may_be_two_versions_old(capsys):
+    """OpenRLHF's queue has one place by default, and A-3PO is plain PPO up to one version."""
+    for name, overlay in (("a3po_setup1", []), ("a3po_setup2", []), ("all_four", ["overlay=bounded"])):
+        for smoke in (False, True):
+            dry(name, *overlay, smoke=smoke)
+            assert "metronome: --train.async_queue_size 2 " in capsys.readouterr().out
+
+
 def test_a_smoke_run_takes_the_user_s_model_and_data_and_names_a_part_that_lacks(started, tmp_path):
     for name in FILES:
         (tmp_path / name).touch()
@@ -284,3 +332,11 @@ def test_compare_is_refused_with_the_reason():
 def test_a_started_process_has_its_environment_and_returns_its_exit_code():
     command = [sys.executable, "-c", "import os, sys; sys.exit(int(os.environ['CODE']))"]
     assert host_process.start(command, {"CODE": "7"}) == 7
+
+
+def test_a_started_process_s_lines_are_heard_and_printed(capsys):
+    heard = []
+    command = [sys.executable, "-c", r"import sys; sys.stdout.buffer.write(b'one\n\xff\ntwo'); sys.exit(7)"]
+    assert host_process.start(command, dict(os.environ), heard.append) == 7
+    assert heard == ["one\n", "\ufffd\n", "two"]
+    assert capsys.readouterr().out == "one\n\ufffd\ntwo"

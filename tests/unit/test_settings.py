@@ -146,6 +146,12 @@ def test_a_wrong_type_names_key_and_value() -> None:
     assert "found 'high'; in metronome.example.cap" in text
 
 
+def test_true_isn_t_the_number_one() -> None:
+    """A flag without its value is true."""
+    with pytest.raises(ConfigurationError, match=r"found True; in somewhere\.cap; to mend: cap: a value of its own"):
+        parse_options(Example, {"cap": True, "mode": "fast"}, "somewhere")
+
+
 def test_a_missing_option_is_named() -> None:
     assert "a required key is missing; in metronome.example.mode" in refused_options({})
 
