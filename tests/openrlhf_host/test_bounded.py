@@ -15,9 +15,9 @@ from openrlhf.trainer.ray import ppo_actor
 from metronome.contracts import Verdict
 from metronome.errors import ConfigurationError, MetronomeError, VersionMismatch
 from metronome.periodic.sources import Bounded
+from metronome_openrlhf import state
 from metronome_openrlhf.bounded import MetronomeLearner, versions_of
 from metronome_openrlhf.config import part_of
-from metronome_openrlhf.state import restored, saved
 
 GROUP = 4
 
@@ -266,10 +266,10 @@ def test_the_state_is_saved_and_loaded_by_openrlhfs_own_checkpoints(folder, monk
 
 def test_another_source_would_lose_prompts_that_aren_t_trained_and_is_refused():
     part = _part({"rollout_source": "synchronous"})
-    left = {**saved(_part({"rollout_source": "bounded"})), "again": [("1+1", "2", None)]}
+    left = {**state.saved(_part({"rollout_source": "bounded"})), "again": [("1+1", "2", None)]}
     with pytest.raises(ConfigurationError, match="1 prompts of bounded, now synchronous"):
-        restored(part, left)
-    restored(part, {**left, "again": []})
+        state.restored(part, left)
+    state.restored(part, {**left, "again": []})
 
 
 def _part(block):

