@@ -63,6 +63,7 @@ verl-environment:
 
 openrlhf-environment:
 	@$(ENVIRONMENT) make $(OPENRLHF) $(LOCAL_PYTHON) requirements/openrlhf.txt requirements/openrlhf-nodeps.txt .
+	@echo "source $(OPENRLHF)/bin/activate   # then metronome and python -m metronome_openrlhf"
 
 demo: local-environment
 	$(DEMO)

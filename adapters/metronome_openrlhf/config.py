@@ -14,7 +14,7 @@ from metronome.contracts import RunFacts
 from metronome.device import device_called
 from metronome.errors import ConfigurationError, nearest
 from metronome.plugins import Selection, offered_names, plugin_manager, resolve
-from metronome.settings import Settings, parse_settings
+from metronome.settings import SELECTORS, Settings, parse_settings
 from metronome_openrlhf.arguments import WHERE, put, refuse
 from metronome_openrlhf.groups import own_groups
 from metronome_openrlhf.lora import check_adapters
@@ -131,7 +131,8 @@ def arrange(args: Any, block: dict[str, Any], device: str) -> list[str]:
     if part.shares_prompt:
         share_prompts(args, part, notes)
     args.metronome = {"block": block, "in_flight": in_flight, "device": device}
-    return notes
+    active = ", ".join(f"{key} {block[key]}" for key in SELECTORS if key in block)
+    return [f"active: {active}", *notes] if active else notes
 
 
 def _check_promise(part: Part, facts: RunFacts) -> None:
@@ -244,3 +245,21 @@ def _loss(args: Any, part: Part, notes: list[str]) -> None:
             f" ratios begin between {args.rollout.top_p:g} and 1  ({WHERE}.a3po.proximal recompute begins at 1)"
         )
     put(args, "algo.advantage.is_correction_level", "token", notes, "the engines return log-probs; the loss is ours")
+    if _is_plain(part):
+        notes.append(
+            f"staleness is 0 here, so that a3po is PPO; it acts with {WHERE}.rollout_source bounded, from staleness 2"
+        )
+    if part.selection.loss.needs_proximal_forward:
+        notes.append(f"a forward pass of the actor gives old log-probs: {name} asks for them, as its options are")
+    elif not bypasses(args, part):
+        notes.append(
+            f"a forward pass of the actor gives old log-probs, since a KL of --algo.kl.init_coef"
+            f" {args.algo.kl.init_coef:g} is in the reward; --algo.kl.use_loss or --algo.kl.init_coef 0 leaves it out"
+        )
+
+
+def _is_plain(part: Part) -> bool:
+    """Whether a3po's proximal policy is the engines' for every token: none is of an old version."""
+    options = part.settings.options_of("a3po")
+    interpolates = options.get("proximal", "loglinear") == "loglinear" and options.get("fresh") != "target"
+    return part.settings.loss == "a3po" and part.mode != "bounded" and interpolates

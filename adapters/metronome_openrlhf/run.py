@@ -10,10 +10,12 @@ from typing import Any
 
 from metronome.errors import ConfigurationError
 from metronome.host_process import Room, places, refuse_compare, run_folder, start
-from metronome.overlays import Machine, layered, parse_layered, typed_settings
+from metronome.overlays import Machine, Settings, layered, parse_layered, typed_settings
 from metronome_openrlhf.command import flags_of, openrlhf_folder, validate
+from metronome_openrlhf.paths import absent, check_paths
 from metronome_openrlhf.recipe import Recipe
-from metronome_openrlhf.smoke import FILES, MODULE, Seen, driver_environment, keys
+from metronome_openrlhf.seen import Seen
+from metronome_openrlhf.smoke import FILES, MODULE, driver_environment, keys
 
 _MAIN = "metronome_openrlhf"
 
@@ -40,9 +42,20 @@ def run(
         block = {"cpu": True} | block
     flags = flags_of(args, block)
     found = _validated(flags, where, dry_run)
+    if not room or room.assets != room.work:  # else its files aren't made yet
+        if dry_run:
+            found += [f"--{flag} {path} isn't on this machine" for flag, path in absent(args.get)]
+        elif not room:
+            found += check_paths(
+                args.get,
+                bool(os.environ.get("RAY_ADDRESS")),
+                f"{where}: args.{{}}",
+                "--dry-run prints the commands that make it, where the recipe has some",
+            )
     for note in [*parsed.notes(), *(found if dry_run else ())]:  # a run's launcher says the rest itself
         print(f"metronome: {note}", flush=True)
     if dry_run:
+        print(f"overlays: {', '.join(parsed.overlays) or 'none'}  (overlay=NAME, overlay=[ONE,OTHER])")
         for command in room.prepare if room else parsed.data.prepare:
             print(f"data: {command}")
         print(f"python -m {_MAIN}" + _lines(flags))
@@ -59,7 +72,7 @@ def run(
     )
     seen = Seen()
     code = start([sys.executable, "-m", _MAIN, *flags], driver_environment(os.environ), seen)
-    print(f"metronome: {_closing(code, seen, args, room.assets, folder or room.work)}", flush=True)
+    print(f"metronome: {_closing(code, seen, (args, block), room.assets, folder or room.work)}", flush=True)
     return code
 
 
@@ -88,8 +101,9 @@ def _folders(folder: Path, resume: str | None) -> dict[str, Any]:
     return where | {"ckpt.load_enable": resume is not None}
 
 
-def _closing(code: int, seen: Seen, args: dict[str, Any], assets: Path, folder: Path) -> str:
+def _closing(code: int, seen: Seen, settings: Settings, assets: Path, folder: Path) -> str:
     """What a smoke run showed and where its things are."""
+    args, block = settings
     model, checkpoints = Path(args["ckpt.output_dir"]), Path(args["ckpt.path"])
     places = [f"model in {model}"] if code == 0 and model.exists() else []
     if _latest(checkpoints).is_file():
@@ -98,7 +112,7 @@ def _closing(code: int, seen: Seen, args: dict[str, Any], assets: Path, folder: 
             places[-1] += f" (--resume {folder} goes on from the last)"
     places.append(f"tiny model and data in {assets}")
     outcome = "" if code == 0 else f"ended with exit code {code} after "
-    return f"smoke run: {outcome}{seen.told()}. {', '.join(places)}"
+    return f"smoke run: {outcome}{seen.told(block.get('loss'))}. {', '.join(places)}"
 
 
 def _latest(checkpoints: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +11,8 @@ FILES = ("model", "prompts.jsonl", "reward.py")
 MODULE = "metronome_openrlhf.cpu.assets"
 """``python -m`` of it makes them."""
 
-_STEP = re.compile(r"Global step \d+: (\{.*\})")
-_NUMBER = re.compile(r"'([^']+)': (-?(?:\d[\d.e+-]*|inf|nan))")
+SMOKE = "METRONOME_SMOKE"
+"""A variable of the launching process in a smoke run, which ends with a line of its own."""
 
 CPU_ROOM: dict[str, Any] = {
     "actor.model_name_or_path": "{assets}/model",
@@ -92,43 +91,4 @@ def keys(source: str) -> dict[str, Any]:
 def driver_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The environment of the launching process: without GPUs of its own, where pretended ones would be refused."""
     kept = {name: value for name, value in variables.items() if name != "CUDA_VISIBLE_DEVICES"}
-    return {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **kept}
-
-
-class Seen:
-    """What a smoke run showed, read from OpenRLHF's lines.
-
-    Attributes:
-        steps: the metrics of each step.
-    """
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
-
-    def __call__(self, line: str) -> None:
-        """Reads a line of the run's output."""
-        if found := _STEP.search(line):
-            self.steps.append({name: float(value) for name, value in _NUMBER.findall(found[1])})
-
-    def told(self) -> str:
-        """The steps, and what showed that each technique was at work."""
-        found = [f"{len(self.steps)} step{'' if len(self.steps) == 1 else 's'}"]
-        if parts := self._of("periodic/parts"):
-            found.append(f"batches trained in {_span(parts)} parts")
-        if ages := self._of("loss/staleness_max") or self._of("bounded/staleness_max"):
-            found.append(f"samples up to {max(ages):.0f} versions old" if max(ages) else "no sample of an old version")
-        if max(shares := self._of("loss/off_behavior"), default=0.0):
-            found.append(f"A-3PO's proximal policy wasn't the engines' for up to {max(shares):.0%} of the tokens")
-        if fed := self._of("attention/tokens_fed"):
-            found.append(f"{sum(fed):.0f} tokens fed for {sum(self._of('attention/tokens_separate')):.0f}")
-        if sizes := self._of("group_controller/size"):
-            found.append("G " + ", ".join(f"{one:.0f}" for one in sizes))
-        return "; ".join(found)
-
-    def _of(self, name: str) -> list[float]:
-        return [step[key] for step in self.steps if (key := f"metronome/{name}") in step]
-
-
-def _span(values: list[float]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
+    return {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", SMOKE: "1", **kept}

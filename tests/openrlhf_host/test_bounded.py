@@ -195,6 +195,7 @@ def test_a3po_sees_its_samples_ages_and_leaves_their_policy_from_two_on(folder):
         {name: one.status[f"metronome/loss/{name}"] for name in ("staleness_max", "off_behavior")} for one in made.steps
     ]
     assert [one["staleness_max"] for one in told] == [0, 1, 2, 3, 3, 3]
+    assert "samples up to 3 versions old" in made.learner.metronome_seen().told("a3po")
     assert [one["off_behavior"] > 0.5 for one in told] == [False, False, True, True, True, True]
     assert all(one.status["metronome/loss/version_unknown"] == 0 for one in made.steps)
 

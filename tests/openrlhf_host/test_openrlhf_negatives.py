@@ -18,10 +18,11 @@ from openrlhf_controller import Engine, build
 from metronome.errors import ConfigurationError, MetronomeError
 from metronome_openrlhf import bind, cluster, host, launch
 from metronome_openrlhf.flags import take
+from metronome_openrlhf.paths import check_paths
 
 CPU = "--metronome.cpu"
 PLAIN = [
-    *(CPU, "--actor.model_name_or_path", "m", "--reward.remote_url", "r.py", "--data.prompt_dataset", "d"),
+    *(CPU, "--actor.model_name_or_path", "m", "--reward.remote_url", "http://r", "--data.prompt_dataset", "d"),
     *("--algo.advantage.estimator", "group_norm", "--rollout.n_samples_per_prompt", "4", "--algo.kl.init_coef", "0"),
     *("--rollout.batch_size", "8", "--train.batch_size", "32", "--train.micro_batch_size", "4"),
     *("--rollout.micro_batch_size", "4", "--actor.num_gpus_per_node", "1", "--vllm.num_engines", "1"),
@@ -39,6 +40,7 @@ def launched(monkeypatch, capsys, tmp_path):
     """``launch.main`` up to Ray's start; the error's line, after a look at what was left behind."""
     classes = []
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(cluster, "start", lambda device: pytest.fail("Ray would have started"))
     monkeypatch.setattr(bind, "classes", lambda *_: classes.append(1))
@@ -69,7 +71,10 @@ REFUSED = [
     (("--metronome.attention", "shared"), "to mend: use 'shared_prompt'"),
     ((*BOUNDED, "--metronome.bounded.max_stalenes", "1"), "to mend: use 'max_staleness'"),
     # no value
-    (("--metronome.loss",), "loss must be a plug-in's name; found True"),
+    (
+        ("--metronome.loss",),
+        "loss must be a plug-in's name; found True; in --metronome.loss; to mend: --metronome.loss a3po | ppo",
+    ),
     (("--metronome.loss=",), "loss must be a plug-in's name"),
     ((*A3PO, "--metronome.a3po.cap"), "found True; in metronome.a3po.cap; to mend: cap: a value of its own"),
     ((*BOUNDED, "--metronome.bounded.max_staleness"), "found True; in metronome.bounded.max_staleness"),
@@ -85,10 +90,13 @@ REFUSED = [
     (("--metronome.loss", "ppo", "--metronome.a3po.cap", "5"), "isn't selected; found 'a3po'"),
     (("--metronome.sagc.sizes", "[2,4]"), "isn't selected; found 'sagc'"),
     # bad values
-    ((*A3PO, "--metronome.a3po.cap", "abc"), "found 'abc'; in metronome.a3po.cap"),
+    ((*A3PO, "--metronome.a3po.cap", "abc"), "found 'abc'; in metronome.a3po.cap; to mend: cap: a number"),
     ((*A3PO, "--metronome.a3po.cap", ".nan"), "to mend: set cap to 1 or more"),
-    ((*BOUNDED, "--metronome.bounded.max_staleness", "1.5"), "found 1.5; in metronome.bounded.max_staleness"),
-    ((*SAGC, "--metronome.sagc.sizes", "4,8"), "in metronome.sagc.sizes; to mend: Input should be a list, as [4, 8]"),
+    (
+        (*BOUNDED, "--metronome.bounded.max_staleness", "1.5"),
+        "in metronome.bounded.max_staleness; to mend: max_staleness: a whole number",
+    ),
+    ((*SAGC, "--metronome.sagc.sizes", "4,8"), "in metronome.sagc.sizes; to mend: sizes: a list, as [4, 8]"),
     ((*SAGC, "--metronome.sagc.sizes", "[4,8"), "not valid YAML"),
     ((*FIXED, "--metronome.fixed.size", "1"), "to mend: size: 2 or more"),
     # what can't be divided
@@ -97,6 +105,51 @@ REFUSED = [
     ((*BOUNDED, "--rollout.batch_size", "6"), "6 groups of G = 4 leaves a half-filled accumulation window"),
     ((*BOUNDED, "--train.batch_size", "0"), "found 0; in --train.batch_size"),
     ((*PERIODIC, "--train.micro_batch_size", "0"), "found 0; in --train.micro_batch_size"),
+    # OpenRLHF's own flags beside ours
+    (
+        (*A3PO, "--train.batch_sise", "8"),
+        "batch_sise 8; in the command line; to mend: use '--train.batch_size'",
+    ),
+    (
+        (*A3PO, "stray"),
+        "unrecognized arguments: stray; in the command line; to mend: python -m metronome_openrlhf --help",
+    ),
+    (
+        ("--train.batch_size", "eight"),
+        "OpenRLHF's parser refuses these flags: argument --train.batch_size: invalid int",
+    ),
+    (
+        ("--rollout.n_samples_per_prompt", "1"),
+        "error: OpenRLHF refuses these flags: group_norm requires n_samples_per_prompt > 1; in the command line",
+    ),
+    (("--train.partial_rollout_enable",), "OpenRLHF refuses these flags: --train.partial_rollout_enable requires"),
+    (
+        ("--train.colocate_actor_ref", "--algo.kl.init_coef", "0.1"),
+        "found '1 x 8'; in --ref; to mend: --ref.num_nodes 1, --ref.num_gpus_per_node 1",
+    ),
+    # paths
+    (("--reward.remote_url", "/nowhere/r.py"), "no such file or folder; found '/nowhere/r.py'; in --reward.remote_url"),
+    (("--reward.remote_url", "http://a,r.py"), "no such file or folder; found 'r.py'; in --reward.remote_url"),
+    (
+        ("--reward.remote_url", "~/r.py"),
+        "OpenRLHF doesn't expand ~; found '~/r.py'; in --reward.remote_url; to mend: /",
+    ),
+    (("--train.agent_func_path", "./agent.py"), "found './agent.py'; in --train.agent_func_path"),
+    (("--train.agent_func_path", "agent"), "OpenRLHF reads an agent from a Python file; found 'agent'"),
+    (("--actor.model_name_or_path", "/nowhere/model"), "found '/nowhere/model'; in --actor.model_name_or_path"),
+    (("--actor.model_name_or_path", "~/model"), "OpenRLHF doesn't expand ~; found '~/model'"),
+    (("--data.prompt_dataset", "d,./p"), "found './p'; in --data.prompt_dataset"),
+    (("--data.prompt_dataset", "p.jsonl"), "found 'p.jsonl'; in --data.prompt_dataset"),
+    (("--data.prompt_dataset", "/nowhere@train"), "found '/nowhere'; in --data.prompt_dataset"),
+    (("--eval.dataset", "/nowhere/e.parquet"), "found '/nowhere/e.parquet'; in --eval.dataset"),
+    (
+        ("--reward.remote_url", "", "--reward.model_name_or_path", "../r"),
+        "found '../r'; in --reward.model_name_or_path",
+    ),
+    # what OpenRLHF has no default for
+    (("--reward.remote_url", ""), "nothing gives rewards; in --reward.remote_url; to mend: --reward.remote_url or"),
+    (("--actor.model_name_or_path", ""), "no model to train; in --actor.model_name_or_path"),
+    (("--data.prompt_dataset", ""), "no prompts to train with; in --data.prompt_dataset"),
 ]
 
 
@@ -105,9 +158,43 @@ def test_what_is_wrong_is_said_in_one_line_and_nothing_is_begun(launched, flags,
     assert words in launched(*flags)
 
 
-def test_what_is_right_would_start_ray(launched):
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (*A3PO, "--metronome.a3po.cap", "4"),
+        (*A3PO, "--actor.eps_clip_low", "0.2", "0.3"),  # OpenRLHF's parser takes a part of a name
+        ("--actor.model_name_or_path", "org/model", "--data.prompt_dataset", "org/data,hf://datasets/o/d.jsonl"),
+        ("--data.prompt_dataset", "/data/*.jsonl", "--reward.remote_url", "https://host/r.py,host:5000/judge"),
+    ],
+)
+def test_what_is_right_would_start_ray(launched, flags):
     with pytest.raises(pytest.fail.Exception, match="Ray would have started"):
-        launched(*A3PO, "--metronome.a3po.cap", "4")
+        launched(*flags)
+
+
+def test_paths_that_exist_are_taken_and_the_nearest_beside_one_that_doesn_t_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward.py").touch()
+    (tmp_path / "model").mkdir()
+    found = {"reward.remote_url": "reward.py", "actor.model_name_or_path": "./model", "data.prompt_dataset": "org/d"}
+    assert check_paths(found.get, elsewhere=False) == []
+    found["reward.remote_url"] = f"{tmp_path}/rewards.py"
+    with pytest.raises(ConfigurationError) as refused:
+        check_paths(found.get, elsewhere=False)
+    assert refused.value.remedy == f"use '{tmp_path / 'reward.py'}'"
+
+
+def test_a_path_that_another_machine_may_have_is_a_line_where_ray_runs_elsewhere():
+    found = {"actor.model_name_or_path": "/nowhere/model", "algo.advantage.estimator": "rloo"}
+    assert check_paths(found.get, elsewhere=True) == ["--actor.model_name_or_path /nowhere/model isn't on this machine"]
+    with pytest.raises(ConfigurationError, match="doesn't expand ~"):
+        check_paths({"actor.model_name_or_path": "~/model"}.get, elsewhere=True)
+
+
+def test_without_a_flag_of_ours_openrlhf_s_own_checks_are_its_own(monkeypatch):
+    monkeypatch.setattr(launch, "check_typed", lambda *_: pytest.fail("looked at"))
+    monkeypatch.setattr(launch, "run", lambda block, rest, device: None)
+    assert launch.main(["--train.batch_sise", "8"]) == 0
 
 
 def test_a_switch_needs_no_value_and_a_dash_begins_a_flag():
@@ -118,11 +205,10 @@ def test_a_switch_needs_no_value_and_a_dash_begins_a_flag():
 
 
 @pytest.mark.skipif("flash-attn" in INSTALLED, reason="flash-attn is installed here")
-@pytest.mark.parametrize("flags", [("--help",), A3PO])
-def test_without_flash_attn_and_without_the_room_one_line_names_what_is_missing(flags):
+def test_without_flash_attn_and_without_the_room_one_line_names_what_is_missing():
     """The first thing that a laptop's user meets."""
     found = subprocess.run(
-        [sys.executable, "-m", "metronome_openrlhf", *flags],
+        [sys.executable, "-m", "metronome_openrlhf", *PLAIN[1:], *A3PO],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -132,7 +218,21 @@ def test_without_flash_attn_and_without_the_room_one_line_names_what_is_missing(
     assert "Traceback" not in found.stderr
     said = found.stderr.splitlines()[-1]
     assert re.match(r"metronome: error: OpenRLHF can't be imported here: .*flash_attn.*--metronome\.cpu", said)
-    assert ("--metronome.rollout_source" in found.stdout) is ("--help" in flags)
+
+
+def test_help_needs_nothing_that_openrlhf_needs():
+    code = (
+        "import sys\n"
+        "from metronome_openrlhf.launch import main\n"
+        "code = main(['--help'])\n"
+        "print(sorted({'ray', 'torch', 'openrlhf', 'vllm', 'flash_attn'} & {*sys.modules}))\n"
+        "sys.exit(code)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines()[-1] == "[]"
+    assert found.stdout.index("--metronome.rollout_source") < found.stdout.index("usage: python -m metronome_openrlhf")
+    assert "--vllm.num_engines" in found.stdout
 
 
 def test_a_module_of_openrlhfs_that_is_gone_is_a_drifted_signature(monkeypatch):
@@ -182,4 +282,4 @@ def test_samples_without_log_probs_are_refused_where_our_loss_needs_them(folder,
         made.fit()
     made = build(folder, {"rollout_source": source}, engines=[engine])  # OpenRLHF's loss needs none
     made.fit()
-    assert len(made.logs) == 4
+    assert len(made.logs) == len(made.metronome_seen().steps) == 4

@@ -1,6 +1,7 @@
 """Every recipe with every overlay is one that OpenRLHF's own parser and our launcher accept; bad ones say why."""
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -57,9 +58,15 @@ def dry(name, *overrides, **others):
 
 
 @pytest.fixture
-def started(monkeypatch):
-    """What would have been started."""
+def started(monkeypatch, tmp_path_factory):
+    """What would have been started, on a machine that has every file that a recipe names."""
     calls = []
+    home = tmp_path_factory.mktemp("home")
+    for path in RECIPES:
+        for name in re.findall(r"~/([\w./-]+\.(?:py|jsonl))", path.read_text(encoding="utf-8")):
+            (home / name).parent.mkdir(parents=True, exist_ok=True)
+            (home / name).touch()
+    monkeypatch.setenv("HOME", str(home))
     monkeypatch.setattr(host, "start", lambda command, environment, *_: calls.append((command, dict(environment))) or 3)
     return calls
 
@@ -144,6 +151,36 @@ def test_the_printed_command_is_one_that_a_shell_reads_back(capsys, started):
     assert shlex.split(printed.replace("\\\n", " ")) == started[0][0][3:]
 
 
+def test_a_path_that_isn_t_here_is_a_note_of_a_dry_run_and_stops_a_run(started, capsys, monkeypatch, tmp_path):
+    dry("sagc")
+    assert "isn't on this machine" not in capsys.readouterr().out
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    missing = tmp_path / "OpenRLHF/examples/python/math_reward_func.py"
+    assert dry("sagc") == 0
+    assert f"metronome: --reward.remote_url {missing} isn't on this machine" in capsys.readouterr().out
+    with pytest.raises(ConfigurationError, match=rf"found '{missing}'; in .*sagc\.yaml: args\.reward\.remote_url"):
+        run("sagc")
+    assert not started
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")  # its machines may have it
+    assert run("sagc") == 3
+    # A smoke run makes its own, unless the user names them
+    dry("sagc", smoke=True)
+    assert "isn't on this machine" not in capsys.readouterr().out
+    dry("sagc", f"assets={tmp_path / 'none'}", smoke=True)
+    assert f"{tmp_path / 'none' / 'model'} isn't on this machine" in capsys.readouterr().out
+
+
+def test_the_docs_and_a_dry_run_name_every_overlay(capsys):
+    table = (FOLDER.parents[1] / "docs" / "openrlhf.md").read_text(encoding="utf-8").partition("| recipe | ")[2]
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", table, re.MULTILINE))
+    for path in RECIPES:
+        overlays = list(parse_yaml(path.read_text(encoding="utf-8"), str(path))["overlays"])
+        assert rows[path.stem] == ", ".join(f"`{one}`" for one in overlays), path.stem
+        dry(path.stem)
+        assert f"overlays: {', '.join(overlays)}  (overlay=NAME" in capsys.readouterr().out
+
+
 def test_an_overlay_says_what_lacks(capsys):
     dry("all_four", "overlay=npu")
     assert "metronome: npu: OpenRLHF 0.11.2 has no code for NPUs" in capsys.readouterr().out
@@ -213,6 +250,7 @@ def test_a_smoke_run_makes_its_model_and_data_and_writes_beside_them(started, tm
 def test_a_smoke_run_ends_with_what_was_seen_and_where_things_are(monkeypatch, tmp_path, capsys):
     lines = [
         "(Trainer pid=1) INFO Global step 1: {'metronome/periodic/parts': 1, 'metronome/loss/staleness_max': 0.0,"
+        " 'metronome/loss/calls': 2.0,"
         " 'metronome/loss/off_behavior': 0.0, 'metronome/attention/tokens_fed': 30.0,"
         " 'metronome/attention/tokens_separate': 40.0, 'metronome/group_controller/size': 2}",
         "nothing of ours",
@@ -234,8 +272,8 @@ def test_a_smoke_run_ends_with_what_was_seen_and_where_things_are(monkeypatch, t
     assert run("all_four", smoke=True, output=str(tmp_path)) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == (
-        "metronome: smoke run: 2 steps; batches trained in 1 to 3 parts; samples up to 2 versions old; A-3PO's proximal"
-        " policy wasn't the engines' for up to 25% of the tokens; 60 tokens fed for 80; G 2, 4."
+        "metronome: smoke run: 2 steps; batches trained in 1 to 3 parts; loss a3po, 2 calls; samples up to 2 versions"
+        " old; A-3PO's proximal policy wasn't the engines' for up to 25% of the tokens; 60 tokens fed for 80; G 2, 4."
         f" model in {tmp_path / 'trained'}, checkpoints in {tmp_path / 'checkpoints'} (--resume {tmp_path} goes on from"
         f" the last), tiny model and data in {tmp_path / 'smoke'}"
     )
@@ -313,6 +351,8 @@ def test_a_run_goes_on_in_the_folder_that_it_wrote(started, tmp_path):
         (["metronome.rollout_source=periodic"], r"--train\.colocate_all"),
         (["args.vllm.num_engines=4"], r"must be as many.*vllm\.num_engines: 8"),
         (["args.algo.kl.init_coef=0.1", "args.ref.num_gpus_per_node=4"], r"ref\.num_gpus_per_node: 8"),
+        (["train.batch_size=4"], r"this key lies in args.*to mend: args\.train\.batch_size=4"),
+        (["data.max_len=64"], r"to mend: args\.data\.max_len=64"),
         (["args.vllm.num_engines=null"], "TypeError"),  # OpenRLHF's main compares it unseen
     ],
 )
