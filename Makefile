@@ -31,7 +31,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help demo test test-verl test-verl-megatron check bench bench-attention bench-verl core megatron megatron-next \
 	npu-contract local-environment test-environment megatron-environment verl-environment \
-	openrlhf-environment test-openrlhf
+	openrlhf-environment test-openrlhf bench-openrlhf
 
 help:
 	@echo "make demo    train a small model with all four techniques on (Python $(LOCAL_PYTHON), pip)"
@@ -43,6 +43,7 @@ help:
 	@echo "make core    core unit tests on every installed Python ($(CORE_PYTHONS))"
 	@echo "make bench   the benchmarks with a committed JSON"
 	@echo "make bench-attention  shared-prompt attention against separate rows and a peer, about half an hour"
+	@echo "make bench-openrlhf  periodic mode, shared prompts and A-3PO against OpenRLHF's own trainer and worker, about 10 minutes"
 	@echo "make bench-verl  periodic mode, shared prompts and A-3PO against verl's own trainers and worker, about 12 minutes"
 	@echo "make megatron        tests/megatron on megatron-core 0.16.1 (part of make test)"
 	@echo "make megatron-next   tests/megatron on megatron-core 0.19.2 (Python 3.12, several GB)"
@@ -62,6 +63,7 @@ verl-environment:
 
 openrlhf-environment:
 	@$(ENVIRONMENT) make $(OPENRLHF) $(LOCAL_PYTHON) requirements/openrlhf.txt requirements/openrlhf-nodeps.txt .
+	@echo "source $(OPENRLHF)/bin/activate   # then metronome and python -m metronome_openrlhf"
 
 demo: local-environment
 	$(DEMO)
@@ -130,3 +132,8 @@ bench-verl: verl-environment
 	OMP_NUM_THREADS=1 $(VERL)/bin/python benchmarks/verl_periodic.py --out docs/results/verl_periodic.json
 	OMP_NUM_THREADS=2 $(VERL)/bin/python benchmarks/verl_update.py --out docs/results/verl_update.json
 	$(VERL)/bin/python benchmarks/verl_table.py
+
+bench-openrlhf: openrlhf-environment
+	OMP_NUM_THREADS=1 $(OPENRLHF)/bin/python benchmarks/openrlhf_periodic.py --out docs/results/openrlhf_periodic.json
+	OMP_NUM_THREADS=2 $(OPENRLHF)/bin/python benchmarks/openrlhf_update.py --out docs/results/openrlhf_update.json
+	$(OPENRLHF)/bin/python benchmarks/openrlhf_table.py

@@ -7,26 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parents[1] / "docs" / "results"
+from bench_common import FOLDER, between, table
+
 BEGIN, END = "<!-- verl: written by benchmarks/verl_table.py -->", "<!-- end of verl -->"
 
 
 def main() -> None:
-    page = FOLDER / "README.md"
-    head, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, tail = rest.partition(END)
     measured = {name: json.loads((FOLDER / f"{name}.json").read_text()) for name in ("verl_periodic", "verl_update")}
     text = periodic(measured["verl_periodic"]) + "\n\n" + update(measured["verl_update"])
-    page.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}", encoding="utf-8")
-
-
-def table(rows: list[tuple[str, ...]]) -> str:
-    """Markdown; the first row is the head."""
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
+    between(BEGIN, END, text, FOLDER)
 
 
 def periodic(found: Mapping[str, Any]) -> str:

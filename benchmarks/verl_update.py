@@ -19,13 +19,13 @@ import platform
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import verl_worker
+from bench_common import in_turns, save_smollm2
 from verl_worker import Groups, worker
 
 from metronome.shared_prompt.cost import token_ratio
@@ -61,7 +61,7 @@ def measure(shape: Sequence[int], layers: int, repeats: int, threads: int) -> di
     torch.set_num_threads(threads)
     prompt, count, length = shape
     with tempfile.TemporaryDirectory() as folder:
-        model = verl_worker.save_smollm2(Path(folder), layers)
+        model = save_smollm2(Path(folder), layers)
         budget = max(-(-count // 2) * (prompt + length), prompt + count * length)
         stock = worker(TrainingWorker, model, budget)
         with building(SharedPromptAttention()) as engines:
@@ -120,27 +120,6 @@ def measure(shape: Sequence[int], layers: int, repeats: int, threads: int) -> di
         "first_grad_norm": {way: first[way] for way in ("rows", "shared")},
         "a3po": proximal(groups, min(statistics.median(passes[way]) for way in ("packed", "rows"))),
     }
-
-
-def in_turns(
-    ways: Mapping[str, Callable[[], object]], repeats: int, *, once: str = "", warm: bool = False
-) -> dict[str, list[float]]:
-    """Wall seconds of each way, ``repeats`` times in turns, after a round that isn't counted unless they are ``warm``.
-
-    The way ``once`` runs in one turn only.
-    """
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for repeat in range(int(warm), repeats + 1):
-        for name, way in ways.items():
-            if name == once and repeat != 1:
-                continue
-            started = time.perf_counter()
-            way()
-            seconds = time.perf_counter() - started
-            print(f"{name}: {seconds:.4g} s{'' if repeat else ' (not counted)'}", file=sys.stderr)
-            if repeat:
-                found[name].append(seconds)
-    return found
 
 
 def compared(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:

@@ -22,30 +22,6 @@ cpu.attach()
 FP32 = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
 
 
-def save_smollm2(folder: Path, layers: int = 30) -> Path:
-    """A random Llama of SmolLM2-135M's shape (its published configuration; fewer ``layers`` for tests)."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=layers,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        rope_theta=100000,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
 def worker(kind: type, model: Path, budget: int = 1 << 20) -> Any:
     """A worker of class ``kind`` with verl's own loss: float32, sdpa, no recomputation, ``budget`` tokens a pass."""
     if not dist.is_initialized():

@@ -23,6 +23,14 @@ def put(args: Any, flag: str, value: Any, notes: list[str], why: str) -> None:
         notes.append(f"--{flag} {value}  ({why})")
 
 
+def value_of(args: Any, flag: str) -> Any:
+    """The value of ``--a.b`` in nested arguments; None where there is no such flag."""
+    place = args
+    for part in flag.split("."):
+        place = getattr(place, part, None)
+    return place
+
+
 def refuse(condition: Any, what: str, flag: str, found: Any, remedy: str) -> None:
     """Raises ConfigurationError about ``--flag`` if ``condition`` holds."""
     if condition:

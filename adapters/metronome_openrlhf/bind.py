@@ -14,9 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from metronome_openrlhf.host import VERSIONS
+from metronome_openrlhf.seen import Seen
 from metronome_patches.ledger import Patch, apply
 
 _listeners: list[Callable[[Any], None]] = []
+_trainers: list[Any] = []
 
 
 def _heard(hierarchize: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,13 +73,38 @@ def classes(args: Any, device: str) -> None:
     vllm_engine.RolloutRayActor = Given(
         ray.remote(rollout.MetronomeRollout), sampling_seed=int(args.train.seed) if seeded else None
     )
-    ppo_trainer.PPOTrainer = ray.remote(trainer.MetronomeTrainer)
+    ppo_trainer.PPOTrainer = Kept(ray.remote(trainer.MetronomeTrainer))
     if args.train.async_enable:
         from openrlhf.trainer import ppo_trainer_async
 
         from metronome_openrlhf import bounded
 
-        ppo_trainer_async.PPOTrainerAsync = ray.remote(bounded.MetronomeTrainerAsync)
+        ppo_trainer_async.PPOTrainerAsync = Kept(ray.remote(bounded.MetronomeTrainerAsync))
+
+
+def seen() -> Seen | None:
+    """What the trainer that OpenRLHF's main started last saw; None where there is none, or it doesn't answer."""
+    import ray
+
+    if not _trainers:
+        return None
+    try:
+        found: Seen = ray.get(_trainers.pop().metronome_seen.remote())
+    except ray.exceptions.RayError:
+        return None
+    return found
+
+
+class Kept:
+    """A Ray actor class whose actor stays until ``seen`` has asked it."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def remote(self, *arguments: Any, **named: Any) -> Any:
+        """As Ray's."""
+        _trainers[:] = [self._actor.remote(*arguments, **named)]
+        return _trainers[0]
 
 
 class Given:

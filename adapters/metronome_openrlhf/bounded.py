@@ -23,12 +23,13 @@ from ray.util.queue import Queue
 
 from metronome.contracts import Verdict
 from metronome_openrlhf import experience
-from metronome_openrlhf.checks import check_change, check_life, check_received
+from metronome_openrlhf.checks import ZeroRate, check_change, check_life, check_received
 from metronome_openrlhf.config import part_of
 from metronome_openrlhf.generating import DONE, DRAINED, Batch, MetronomeGenerator, Prompt
 from metronome_openrlhf.loss import announce
 from metronome_openrlhf.maker import MetronomeMaker
 from metronome_openrlhf.queueing import window
+from metronome_openrlhf.seen import Seen
 from metronome_openrlhf.state import restored, saved
 
 _Trainer: Any = host.PPOTrainerAsync.__ray_metadata__.modified_class
@@ -69,6 +70,7 @@ class MetronomeLearner(_Training):
         self._states: dict[str, Any] = {"episode": 0, "total_consumed_prompts": 0, "data_loader_state_dict": {}}
         self._received: list[float] = []
         self._moved = False
+        self._say_rate, self._seen = ZeroRate(strategy.args), Seen()
 
     # --- the loop -----------------------------------------------------------------------------------
 
@@ -130,6 +132,7 @@ class MetronomeLearner(_Training):
                 status["dynamic_filtering_pass_rate"] = batch.rate
         now = time.monotonic()
         status["timing/step_total"], self._began = now - self._began, now
+        self._seen.add(status)
         shown = {name: value for name, value in status.items() if name != "generated_samples"}
         host.logger.info(f"Global step {global_step}: {shown}")
         self.save_logs_and_checkpoints(global_step, status, self._client_states(global_step))
@@ -191,6 +194,7 @@ class MetronomeLearner(_Training):
         status: dict[str, Any] = super().ppo_train(global_steps)
         check_change(status, f"step {global_steps + 1}")
         check_life(status, self.part, f"step {global_steps + 1}")
+        self._say_rate(status, global_steps)
         self._moved = bool(status.get("metronome/weights/changed", False))
         return status
 
@@ -230,6 +234,10 @@ class MetronomeLearner(_Training):
         state = {**saved(self.part), "again": waiting + away}
         return {**self._states, "global_step": global_step, "metronome": state}
 
+    def metronome_seen(self) -> Seen:
+        """What the run showed, for its last line."""
+        return self._seen
+
     def init_checkpoint_states(self) -> dict[str, Any]:
         """OpenRLHF's; a resumed run generates again what the checkpoint had taken and not trained."""
         states: dict[str, Any] = super().init_checkpoint_states()
@@ -249,6 +257,11 @@ class MetronomeTrainerAsync(_Trainer):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         with _ours(Queue()):
             super().__init__(*arguments, **named)
+
+    def metronome_seen(self) -> Seen:
+        """What the actor that trains saw, for the run's last line."""
+        found: Seen = ray.get(self.trainer_actor.metronome_seen.remote())
+        return found
 
 
 @contextmanager

@@ -61,6 +61,30 @@ def check_change(status: dict[str, Any], where: str) -> None:
         )
 
 
+class ZeroRate:
+    """Says once that a step moved no weight since its rate is 0 or none was taken, and not for a fault.
+
+    Args:
+        args: OpenRLHF's.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self._args, self._said = args, False
+
+    def __call__(self, status: dict[str, Any], global_step: int) -> None:
+        """Looks at the ``status`` of the step after ``global_step``."""
+        if self._said or float(status.get("metronome/weights/lr", 1.0)) > 0:
+            return
+        self._said = True
+        # OpenRLHF moves its schedule after a step alone: a rate above 0 behind the first one says that it was taken.
+        warms_up = not global_step and float(self._args.actor.lr_warmup_ratio) > 0
+        if warms_up and float(status.get("actor_lr", 0.0)) > 0:
+            why = "its learning rate is 0: OpenRLHF's warm-up begins there, and --actor.lr_warmup_ratio 0 leaves it out"
+        else:
+            why = f"its rows fill no --train.batch_size {self._args.train.batch_size}, or its learning rate is 0"
+        print(f"metronome: step {global_step + 1} leaves the weights as they are: {why}", flush=True)
+
+
 def check_life(status: dict[str, Any], part: Any, where: str) -> None:
     """Stops a step that trained the actor and in which a hook that is set wasn't called.
 
@@ -97,5 +121,6 @@ def check_received(before: list[float], after: list[float], changed: bool, where
             "the new weights didn't reach the rollout engines",
             found=f"engines {stale} of {len(after)} hold the weights of the publication before",
             where=where,
-            remedy="another --vllm.sync_backend, or no --ds.lora.rank: vLLM isn't given adapters",
+            remedy="another --vllm.sync_backend; with --ds.lora.rank a larger --actor.adam.lr: adapters are added to"
+            " weights of 16 bits",
         )

@@ -14,9 +14,10 @@ from metronome.contracts import RunFacts
 from metronome.device import device_called
 from metronome.errors import ConfigurationError, nearest
 from metronome.plugins import Selection, offered_names, plugin_manager, resolve
-from metronome.settings import Settings, parse_settings
+from metronome.settings import SELECTORS, Settings, parse_settings
 from metronome_openrlhf.arguments import WHERE, put, refuse
 from metronome_openrlhf.groups import own_groups
+from metronome_openrlhf.lora import check_adapters
 from metronome_openrlhf.queueing import over_publications
 from metronome_openrlhf.sharing import share_prompts
 from metronome_openrlhf.streaming import one_step
@@ -104,7 +105,12 @@ def arrange(args: Any, block: dict[str, Any], device: str) -> list[str]:
             where=f"{WHERE}.rollout_source",
             remedy=nearest(part.mode, MODES),
         )
+    for flag in ("rollout.batch_size", "rollout.micro_batch_size", "train.batch_size", "train.micro_batch_size"):
+        section, name = flag.split(".")
+        rows = int(getattr(getattr(args, section), name))
+        refuse(rows < 1, "there is nothing to divide by", flag, rows, f"--{flag} 1 or more")
     _trainer(args, part)
+    check_adapters(args)
     if part.owns_groups:
         own_groups(args, part, notes)
     if part.mode == "bounded":
@@ -125,7 +131,8 @@ def arrange(args: Any, block: dict[str, Any], device: str) -> list[str]:
     if part.shares_prompt:
         share_prompts(args, part, notes)
     args.metronome = {"block": block, "in_flight": in_flight, "device": device}
-    return notes
+    active = ", ".join(f"{key} {block[key]}" for key in SELECTORS if key in block)
+    return [f"active: {active}", *notes] if active else notes
 
 
 def _check_promise(part: Part, facts: RunFacts) -> None:
@@ -232,4 +239,27 @@ def _loss(args: Any, part: Part, notes: list[str]) -> None:
         args.actor.policy_loss_type,
         "leave it out",
     )
+    if float(args.rollout.top_p) < 1 and bypasses(args, part):
+        notes.append(
+            f"--rollout.top_p {args.rollout.top_p:g}: the engines' log-probs are those of the cut distribution, so that"
+            f" ratios begin between {args.rollout.top_p:g} and 1  ({WHERE}.a3po.proximal recompute begins at 1)"
+        )
     put(args, "algo.advantage.is_correction_level", "token", notes, "the engines return log-probs; the loss is ours")
+    if _is_plain(part):
+        notes.append(
+            f"staleness is 0 here, so that a3po is PPO; it acts with {WHERE}.rollout_source bounded, from staleness 2"
+        )
+    if part.selection.loss.needs_proximal_forward:
+        notes.append(f"a forward pass of the actor gives old log-probs: {name} asks for them, as its options are")
+    elif not bypasses(args, part):
+        notes.append(
+            f"a forward pass of the actor gives old log-probs, since a KL of --algo.kl.init_coef"
+            f" {args.algo.kl.init_coef:g} is in the reward; --algo.kl.use_loss or --algo.kl.init_coef 0 leaves it out"
+        )
+
+
+def _is_plain(part: Part) -> bool:
+    """Whether a3po's proximal policy is the engines' for every token: none is of an old version."""
+    options = part.settings.options_of("a3po")
+    interpolates = options.get("proximal", "loglinear") == "loglinear" and options.get("fresh") != "target"
+    return part.settings.loss == "a3po" and part.mode != "bounded" and interpolates

@@ -7,15 +7,17 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from metronome.errors import ConfigurationError
-from metronome.plugins import offered_names, plugin_manager
+from metronome.plugins import offered_names, offers, plugin_manager
 from metronome.recipes import parse_yaml
-from metronome.settings import parse_settings
+from metronome.settings import SELECTORS, parse_settings
 
 PREFIX = "--metronome."
+_FLAG = re.compile(r"--|-[A-Za-z]")  # a number may begin with a minus
 
 HELP = """metronome's flags (the rest goes to openrlhf.cli.train_ppo_ray, whose help follows):
 
@@ -48,7 +50,7 @@ def take(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             rest.append(flag)
             continue
         key, equals, text = flag[len(PREFIX) :].partition("=")
-        if not equals and left and not left[0].startswith("--"):
+        if not equals and left and not _FLAG.match(left[0]):
             text, equals = left.pop(0), "="
         _put(block, key, parse_yaml(text, flag) if equals else True)
     return block, rest
@@ -64,7 +66,17 @@ def check(block: dict[str, Any], cpu: Any) -> None:
             "this flag takes no value", found=cpu, where=f"{PREFIX}cpu", remedy=f"{PREFIX}cpu alone"
         )
     ours = {key: value for key, value in block.items() if key != "in_flight"}
-    parse_settings(ours, offered_names(plugin_manager()), where=PREFIX[:-1])
+    manager = plugin_manager()
+    for key, hook in SELECTORS.items():
+        if key in ours and not isinstance(ours[key], str):
+            choices = " | ".join(one.offer.name for one in offers(manager) if one.offer.hook == hook)
+            raise ConfigurationError(
+                f"{key} must be a plug-in's name",
+                found=ours[key],
+                where=f"{PREFIX}{key}",
+                remedy=f"{PREFIX}{key} {choices}",
+            )
+    parse_settings(ours, offered_names(manager), where=PREFIX[:-1])
 
 
 def _check_prefix(flag: str) -> None:

@@ -24,6 +24,13 @@ def own_groups(args: Any, part: Any, notes: list[str]) -> None:
     put(args, "rollout.n_samples_per_prompt", size, notes, f"G of {name}")
     if name == "fixed" and part.mode == "bounded":
         return
+    refuse(
+        args.algo.advantage.estimator == "gae",
+        "a critic's accumulation window doesn't follow a batch that the controller fills",
+        "algo.advantage.estimator",
+        "gae",
+        f"--rollout.n_samples_per_prompt {size}, and leave {WHERE}.group_controller out",
+    )
     if name != "fixed":
         refuse(
             part.mode == "bounded",

@@ -156,12 +156,28 @@ def check_host() -> None:
             )
 
 
-def _arguments(module: str, name: str) -> tuple[str, ...] | None:
+def imported(module: str) -> Any:
+    """OpenRLHF's ``module``, or None if it has none of that name.
+
+    Raises ConfigurationError where something that OpenRLHF needs is missing.
+    """
     try:
-        target: Any = importlib.import_module(module)
-        for part in name.split("."):
-            target = getattr(target, part)
-    except (ImportError, AttributeError):
+        return importlib.import_module(module)
+    except ImportError as error:
+        if error.name and module.startswith(error.name):
+            return None
+        raise ConfigurationError(
+            f"OpenRLHF can't be imported here: {error}",
+            where=module,
+            remedy="install what it needs, or --metronome.cpu, which needs neither CUDA nor flash-attn",
+        ) from error
+
+
+def _arguments(module: str, name: str) -> tuple[str, ...] | None:
+    target = imported(module)
+    for part in name.split("."):
+        target = getattr(target, part, None)
+    if target is None:
         return None
     # Ray adds the last one to methods of a class that an actor class inherits from.
     return tuple(name for name in inspect.signature(inspect.unwrap(target)).parameters if name != "_ray_trace_ctx")

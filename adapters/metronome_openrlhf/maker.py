@@ -9,6 +9,7 @@ import torch
 from openrlhf.trainer.ppo_utils import experience as host
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 
+from metronome.errors import ConfigurationError, MetronomeError
 from metronome_openrlhf.config import bypasses, part_of
 
 
@@ -34,6 +35,29 @@ class MetronomeMaker(RemoteExperienceMaker):
             for number, place in enumerate(places):
                 made[place] = rows[number * size : (number + 1) * size]
         return made
+
+    def make_experience_batch(self, rollout_samples: list[Any]) -> list[Any]:
+        """OpenRLHF's.
+
+        Raises MetronomeError for a sample without a reward that no reward model gives, and ConfigurationError for one
+        without log-probs where our loss takes them for the old policy's.
+        """
+        missing = sum(row.rewards is None for row in rollout_samples)
+        if missing and (missing < len(rollout_samples) or self.reward_model_group is None):
+            raise MetronomeError(
+                "samples came without a reward",
+                found=f"{missing} of {len(rollout_samples)}",
+                where="--train.agent_func_path" if self.args.train.agent_func_path else "--reward.remote_url",
+                remedy="look for 'Failed to fetch reward' in the engines' logs: OpenRLHF writes there what was raised",
+            )
+        if self.bypasses and any(row.rollout_log_probs is None for row in rollout_samples):
+            raise ConfigurationError(
+                "a sample has no log-probs that the rollout engine sampled with, and our loss needs them",
+                where="rollout_log_probs",
+                remedy="an agent that returns rollout_log_probs, or leave --metronome.loss out",
+            )
+        found: list[Any] = super().make_experience_batch(rollout_samples)
+        return found
 
     def make_experience(self, samples_list: list[Any]) -> list[Any]:
         """OpenRLHF's; where our loss takes the behaviour policy's log-probs, no forward pass of the actor runs."""

@@ -146,6 +146,14 @@ class MetronomeRollout(_Base):
                 continue
             responses: list[dict[str, Any]] = rollout.task.result()
             for response in responses:
+                if not isinstance(response, dict):
+                    raise MetronomeError(
+                        "an agent's executor must return one dict: OpenRLHF reads one row of a rollout",
+                        found=type(response).__name__,
+                        where="--train.agent_func_path: AgentExecutor.execute",
+                        remedy="all turns in one row, each with its action range; other rows of a prompt come with"
+                        " --rollout.n_samples_per_prompt",
+                    )
                 response[SPANS] = spans_of(response, rollout.requests)
             return responses
 

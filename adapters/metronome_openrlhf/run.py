@@ -10,9 +10,11 @@ from typing import Any
 
 from metronome.errors import ConfigurationError
 from metronome.host_process import Room, places, refuse_compare, run_folder, start
-from metronome.overlays import Machine, layered, parse_layered, typed_settings
+from metronome.overlays import Machine, Settings, layered, parse_layered, typed_settings
 from metronome_openrlhf.command import flags_of, openrlhf_folder, validate
+from metronome_openrlhf.paths import absent, check_paths
 from metronome_openrlhf.recipe import Recipe
+from metronome_openrlhf.seen import Seen
 from metronome_openrlhf.smoke import FILES, MODULE, driver_environment, keys
 
 _MAIN = "metronome_openrlhf"
@@ -26,7 +28,7 @@ def run(
     ``output`` holds the model in ``trained`` and OpenRLHF's checkpoints in ``checkpoints``; ``resume`` is such a
     folder, from whose last checkpoint the run goes on. ``dry_run`` prints the command and starts nothing. ``smoke``
     runs a few steps on a CPU with a tiny model, which it makes in ``smoke`` under the run's folder, or in a temporary
-    one. Raises ConfigurationError for what can't run.
+    one, and says at its end what was seen. Raises ConfigurationError for what can't run.
     """
     parsed = parse_layered(Recipe, recipe, where, smoke=smoke)
     folder = run_folder(output, resume)
@@ -39,10 +41,21 @@ def run(
         args = _folders(room.work, None) | args
         block = {"cpu": True} | block
     flags = flags_of(args, block)
-    notes = [*parsed.notes(), *_validated(flags, where, dry_run)]
-    for note in notes:
+    found = _validated(flags, where, dry_run)
+    if not room or room.assets != room.work:  # else its files aren't made yet
+        if dry_run:
+            found += [f"--{flag} {path} isn't on this machine" for flag, path in absent(args.get)]
+        elif not room:
+            found += check_paths(
+                args.get,
+                bool(os.environ.get("RAY_ADDRESS")),
+                f"{where}: args.{{}}",
+                "--dry-run prints the commands that make it, where the recipe has some",
+            )
+    for note in [*parsed.notes(), *(found if dry_run else ())]:  # a run's launcher says the rest itself
         print(f"metronome: {note}", flush=True)
     if dry_run:
+        print(f"overlays: {', '.join(parsed.overlays) or 'none'}  (overlay=NAME, overlay=[ONE,OTHER])")
         for command in room.prepare if room else parsed.data.prepare:
             print(f"data: {command}")
         print(f"python -m {_MAIN}" + _lines(flags))
@@ -57,7 +70,10 @@ def run(
     print(
         f"metronome: smoke run: tiny model and data in {room.assets}, what OpenRLHF writes in {room.work}", flush=True
     )
-    return start([sys.executable, "-m", _MAIN, *flags], driver_environment(os.environ))
+    seen = Seen()
+    code = start([sys.executable, "-m", _MAIN, *flags], driver_environment(os.environ), seen)
+    print(f"metronome: {_closing(code, seen, (args, block), room.assets, folder or room.work)}", flush=True)
+    return code
 
 
 def compare(recipe: dict[str, Any], vary: tuple[str, list[str]], *, where: str, output: str | None) -> int:
@@ -85,8 +101,26 @@ def _folders(folder: Path, resume: str | None) -> dict[str, Any]:
     return where | {"ckpt.load_enable": resume is not None}
 
 
+def _closing(code: int, seen: Seen, settings: Settings, assets: Path, folder: Path) -> str:
+    """What a smoke run showed and where its things are."""
+    args, block = settings
+    model, checkpoints = Path(args["ckpt.output_dir"]), Path(args["ckpt.path"])
+    places = [f"model in {model}"] if code == 0 and model.exists() else []
+    if _latest(checkpoints).is_file():
+        places.append(f"checkpoints in {checkpoints}")
+        if checkpoints == folder / "checkpoints":
+            places[-1] += f" (--resume {folder} goes on from the last)"
+    places.append(f"tiny model and data in {assets}")
+    outcome = "" if code == 0 else f"ended with exit code {code} after "
+    return f"smoke run: {outcome}{seen.told(block.get('loss'))}. {', '.join(places)}"
+
+
+def _latest(checkpoints: Path) -> Path:
+    return checkpoints / "_actor" / "latest"
+
+
 def _check_checkpoints(resume: str | None) -> None:
-    if resume is not None and not (Path(resume) / "checkpoints" / "_actor" / "latest").is_file():
+    if resume is not None and not _latest(Path(resume) / "checkpoints").is_file():
         raise ConfigurationError(
             "no checkpoint of OpenRLHF to go on from",
             found=resume,

@@ -194,7 +194,7 @@ class SharedPromptActor(Actor):
         if explain is not None:
             kinds = dict.fromkeys(layer.need(call.plan.device.type) for layer in call.layers)
             for line in dict.fromkeys(explain(kind, call.plan) for kind in kinds):
-                _log.info("metronome: shared prompts by %s", line)
+                _log.info("metronome: prompts are shared; attention by %s", line)
 
     # --- checks -------------------------------------------------------------------------------------
 

@@ -11,6 +11,9 @@ FILES = ("model", "prompts.jsonl", "reward.py")
 MODULE = "metronome_openrlhf.cpu.assets"
 """``python -m`` of it makes them."""
 
+SMOKE = "METRONOME_SMOKE"
+"""A variable of the launching process in a smoke run, which ends with a line of its own."""
+
 CPU_ROOM: dict[str, Any] = {
     "actor.model_name_or_path": "{assets}/model",
     "data.prompt_dataset": "{assets}/prompts.jsonl",
@@ -56,7 +59,7 @@ CPU_ROOM: dict[str, Any] = {
     # OpenRLHF's first step has a rate of 0 otherwise.
     "actor.lr_scheduler": "constant",
     "actor.lr_warmup_ratio": 0.0,
-    "ckpt.save_steps": None,
+    "ckpt.save_steps": 2,  # --resume trains the third step again
     "ckpt.save_hf": False,
     "logger.wandb.key": None,
     "logger.tensorboard_dir": None,
@@ -64,12 +67,28 @@ CPU_ROOM: dict[str, Any] = {
 """OpenRLHF's flags; ``{assets}`` stands for the folder of the tiny model and its data."""
 
 
-def keys(_: str) -> dict[str, Any]:
-    """OpenRLHF's flags for the room; every rollout source has an engine of its own there."""
-    return CPU_ROOM
+BY_SOURCE: dict[str, dict[str, Any]] = {
+    # Answers that end far apart, so that groups arrive one by one.
+    "periodic": {"data.max_len": 320, "rollout.max_new_tokens": 256},
+    # A trainer three times slower than the engine, so that batches wait for it and grow stale.
+    "bounded": {
+        "data.max_samples": 24,
+        "rollout.max_new_tokens": 6,
+        "rollout.batch_size": 8,
+        "rollout.micro_batch_size": 1,
+        "train.batch_size": 32,
+        "train.micro_batch_size": 1,
+    },
+}
+"""What a rollout source needs besides."""
+
+
+def keys(source: str) -> dict[str, Any]:
+    """OpenRLHF's flags for the room, by rollout source; each has an engine of its own there."""
+    return CPU_ROOM | BY_SOURCE.get(source, {})
 
 
 def driver_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The environment of the launching process: without GPUs of its own, where pretended ones would be refused."""
     kept = {name: value for name, value in variables.items() if name != "CUDA_VISIBLE_DEVICES"}
-    return {"HF_HUB_OFFLINE": "1", **kept}
+    return {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", SMOKE: "1", **kept}

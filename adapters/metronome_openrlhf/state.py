@@ -23,7 +23,8 @@ def saved(part: Any) -> dict[str, Any]:
 def restored(part: Any, state: Mapping[str, Any] | None) -> None:
     """Loads ``saved``'s; a controller or source other than the checkpoint's starts anew, which is printed.
 
-    Raises ConfigurationError if a group controller is set and the checkpoint has no state of any.
+    Raises ConfigurationError if a group controller is set and the checkpoint has no state of any, or if another rollout
+    source would lose prompts that the checkpoint has.
     """
     if state is None:
         if part.owns_groups:
@@ -34,6 +35,13 @@ def restored(part: Any, state: Mapping[str, Any] | None) -> None:
                 remedy="leave --metronome.group_controller out, or --ckpt.load_enable",
             )
         return
+    if state.get("again") and part.mode != state["rollout_source"]:
+        raise ConfigurationError(
+            "the checkpoint has prompts that were taken and aren't trained, which another rollout source would lose",
+            found=f"{len(state['again'])} prompts of {state['rollout_source']}, now {part.mode}",
+            where="--ckpt.load_enable",
+            remedy=f"--metronome.rollout_source {state['rollout_source']}",
+        )
     chosen = {"rollout_source": part.mode, "group_controller": part.settings.group_controller}
     for hook, name in chosen.items():
         if state[hook] == name:

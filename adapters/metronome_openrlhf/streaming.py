@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import lcm
 from typing import Any
 
 from metronome_openrlhf.arguments import GROUP_ESTIMATORS, WHERE, put, refuse
@@ -117,6 +118,8 @@ def one_step(args: Any, notes: list[str]) -> None:
         args.data.max_images_per_prompt,
         f"--data.max_images_per_prompt 0, or {synchronous}",
     )
+    if args.actor.policy_loss_type == "gspo":
+        put(args, "actor.loss_agg_mode", "seq-mean-token-mean", notes, "what gspo averages by, whatever is set")
     kl_in_loss = args.algo.kl.use_loss and float(args.algo.kl.init_coef) > 0
     refuse(
         args.actor.loss_agg_mode != "token-mean" and (kl_in_loss or args.actor.entropy_coef),
@@ -138,6 +141,8 @@ def one_step(args: Any, notes: list[str]) -> None:
     if args.ds.grad_accum_dtype is None:
         put(args, "ds.grad_accum_dtype", "fp32", notes, "sums of gradients in a shorter type depend on their order")
     rows = int(args.rollout.batch_size) * int(args.rollout.n_samples_per_prompt)
-    # One step a period whatever this says; DeepSpeed's other engines want a multiple of all ranks' micro-batches.
-    every = int(args.train.micro_batch_size) * int(args.actor.num_nodes) * int(args.actor.num_gpus_per_node)
+    # One step a period whatever this says; DeepSpeed's other engines want a multiple of all their ranks' micro-batches.
+    models = [args.actor, args.ref] if args.algo.kl.init_coef > 0 else [args.actor]
+    models += [] if args.reward.remote_url or args.train.agent_func_path else [args.reward]
+    every = int(args.train.micro_batch_size) * lcm(*(int(one.num_nodes * one.num_gpus_per_node) for one in models))
     put(args, "train.batch_size", -(-rows // every) * every, notes, "one optimiser step a period")

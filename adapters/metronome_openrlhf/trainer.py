@@ -9,15 +9,17 @@ from typing import Any
 import ray
 import torch
 from openrlhf.trainer import ppo_trainer
+from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
 
 from metronome.contracts import StepStats
 from metronome.controller_check import checked_metrics, checked_size, explained
 from metronome_openrlhf import experience
-from metronome_openrlhf.checks import check_change, check_life, check_received, check_versions
+from metronome_openrlhf.checks import ZeroRate, check_change, check_life, check_received, check_versions
 from metronome_openrlhf.config import part_of
 from metronome_openrlhf.loss import announce
 from metronome_openrlhf.maker import MetronomeMaker
 from metronome_openrlhf.samples import Arriving, MetronomeSamples
+from metronome_openrlhf.seen import Seen
 from metronome_openrlhf.shares import shares
 from metronome_openrlhf.state import restored, saved
 from metronome_openrlhf.windows import windows
@@ -58,6 +60,7 @@ class MetronomeTrainer(_Base):
         self._received: list[float] = []
         self._moved = False
         self._pass_rate: float | None = None
+        self._say_rate, self._seen = ZeroRate(strategy.args), Seen()
         streamed = self.part.mode == "periodic"
         if self.part.owns_groups:
             self.windows = windows(self.args, self.part.selection.group_controller.largest(), streamed)
@@ -105,6 +108,8 @@ class MetronomeTrainer(_Base):
 
     def broadcast_to_vllm(self) -> None:
         """OpenRLHF's; the engines learn which version they got, and must hold other weights than before."""
+        if self.args.vllm.enable_sleep and not self._received:  # the weights of a sleeping engine can't be read
+            batch_vllm_engine_call(self.vllm_engines, "wake_up", tags=["weights"])
         before = self._received or self._fingerprints()
         super().broadcast_to_vllm()
         ray.get([engine.set_version.remote(self.version) for engine in self.vllm_engines])
@@ -136,6 +141,7 @@ class MetronomeTrainer(_Base):
     def _prove(self, status: dict[str, Any], global_step: int) -> None:
         check_change(status, f"step {global_step + 1}")
         check_life(status, self.part, f"step {global_step + 1}")
+        self._say_rate(status, global_step)
         self._moved = bool(status.get("metronome/weights/changed", False))
 
     def _period(self, arriving: Arriving, global_step: int) -> tuple[dict[str, Any], int]:
@@ -214,7 +220,13 @@ class MetronomeTrainer(_Base):
             client_states["total_consumed_prompts"] += self.samples_generator.uncounted
         if logs_dict is not None and self._pass_rate is not None:
             logs_dict["dynamic_filtering_pass_rate"] = self._pass_rate
+        if logs_dict is not None:
+            self._seen.add(logs_dict)
         super().save_logs_and_checkpoints(global_step, logs_dict, client_states)
+
+    def metronome_seen(self) -> Seen:
+        """What the run showed, for its last line."""
+        return self._seen
 
     def init_checkpoint_states(self) -> dict[str, Any]:
         """OpenRLHF's; a resumed run goes on with the saved controller and version."""

@@ -22,6 +22,7 @@ from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 from metronome.errors import MetronomeError
 from metronome.periodic.normalizer import Counts, StreamingNormalizer
 from metronome_openrlhf.config import bypasses, facts_of, part_of
+from metronome_openrlhf.lora import merged, merging
 from metronome_openrlhf.weights import Movement
 
 NORMALISERS = {"token-mean": "token-mean", "seq-mean-token-mean": "seq-mean"}
@@ -70,7 +71,7 @@ class MetronomeActorTrainer(ActorPPOTrainer):
         self._period: Period | None = None
         self._failed = False
         self._movement = Movement()
-        self._calls: dict[str, int] = {}
+        self._loss_calls = 0
         self._steps_before = 0
         if self.part.own_loss:
             from metronome_openrlhf.loss import HostLoss
@@ -82,6 +83,8 @@ class MetronomeActorTrainer(ActorPPOTrainer):
             from metronome_openrlhf.batches import GroupBuffer
 
             self.replay_buffer = GroupBuffer(self.micro_train_batch_size)
+        if self.args.ds.lora.rank:
+            merged(self.actor.model.module)  # an adapter that can't be published is an error now
         if self.part.mode == "periodic":
             found = replace(facts_of(self.args), dropout=_dropout(self.actor.model.module))
             self.part.selection.rollout_source.check(found)
@@ -113,6 +116,14 @@ class MetronomeActorTrainer(ActorPPOTrainer):
             self.actor_loss_fn.step_fraction = self._fraction()
         found: dict[str, Any] = super().training_step(experience, kl_ctl, step, loss_batch_info)
         return found
+
+    def broadcast_to_vllm(self) -> None:
+        """OpenRLHF's; with LoRA the engines get the sums of weights and adapters."""
+        if not self.args.ds.lora.rank:
+            super().broadcast_to_vllm()
+            return
+        with merging(self):
+            super().broadcast_to_vllm()
 
     def set_window(self, rows: int) -> None:
         """Sets how many rows an optimiser step takes, over all ranks; a batch of another G may have fewer.
@@ -297,14 +308,22 @@ class MetronomeActorTrainer(ActorPPOTrainer):
         return min(done, steps - 1) / steps if steps > 1 else 0.0
 
     def _count_loss(self, *_: Any) -> None:
-        self._calls["loss"] = self._calls.get("loss", 0) + 1
+        self._loss_calls += 1
 
     def _life(self) -> dict[str, float]:
-        calls, self._calls = self._calls, {}
-        told = {f"metronome/{hook}/calls": float(count) for hook, count in calls.items()}
+        """What the hooks did since the last call, on all ranks together; every rank must call."""
+        group = self.strategy.ds_device_mesh["dp"].get_group()
+        told: dict[str, float] = {}
         if self.part.own_loss:
-            told |= self.actor_loss_fn.gathered(self.strategy.ds_device_mesh["dp"].get_group())
-        return told | (self.actor.drain() if self.part.shares_prompt else {})
+            told["metronome/loss/calls"], self._loss_calls = self._loss_calls, 0
+        if self.part.shares_prompt:
+            told |= self.actor.drain()
+        if told:
+            here = [int(count) for count in told.values()]
+            counts = torch.tensor(here, dtype=torch.int64, device=torch.cuda.current_device())
+            dist.all_reduce(counts, group=group)
+            told = dict(zip(told, map(float, counts.tolist()), strict=True))
+        return told | (self.actor_loss_fn.gathered(group) if self.part.own_loss else {})
 
 
 def _scaled_step(engine: Any, factor: float) -> None:

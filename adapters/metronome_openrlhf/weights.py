@@ -34,21 +34,30 @@ class Movement:
 
     def __init__(self) -> None:
         self._published: list[int] | None = None
+        self._steps = 0
         self._rate = 0.0
 
     def before_step(self, engine: Any) -> None:
         """Notes the learning rates of a step to come, and the weights if nothing is known of them."""
         if self._published is None:
-            self._published = fingerprint(engine.module)
+            self._published, self._steps = fingerprint(engine.module), _steps(engine)
         self._rate = max([self._rate, *(float(group["lr"]) for group in engine.optimizer.param_groups)])
 
     def publish(self, engine: Any) -> dict[str, float]:
-        """``metronome/weights/changed``, ``/finite`` (0 or 1) and ``/lr`` of what is published next."""
-        now = fingerprint(engine.module)
+        """``metronome/weights/changed``, ``/finite`` (0 or 1) and ``/lr`` of what is published next.
+
+        The rate is 0 where no optimiser step was taken: OpenRLHF leaves a window half filled at the end of its data.
+        """
+        now, steps = fingerprint(engine.module), _steps(engine)
         found = {
             "metronome/weights/changed": float(now != self._published),
             "metronome/weights/finite": float(finite(engine.module)),
-            "metronome/weights/lr": self._rate,
+            "metronome/weights/lr": self._rate if steps > self._steps else 0.0,
         }
-        self._published, self._rate = now, 0.0
+        self._published, self._steps, self._rate = now, steps, 0.0
         return found
+
+
+def _steps(engine: Any) -> int:
+    """Optimiser steps that were taken: DeepSpeed counts those that it skips, as in fp16, too."""
+    return int(engine.global_steps - engine.skipped_steps)

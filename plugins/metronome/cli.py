@@ -82,14 +82,17 @@ def compare(
 
 @app.command()
 def plugins(as_json: _Json = False) -> Job:
-    """List what the installed plug-ins offer: hook, name, plug-in, distribution, summary, options."""
+    """List what the installed plug-ins offer: key, name, plug-in, distribution, summary, options."""
 
     def job() -> int:
         from metronome.plugins import offers, plugin_manager
+        from metronome.settings import SELECTORS
 
+        keys = {hook: selector for selector, hook in SELECTORS.items()}
         rows = [
             {
                 "hook": one.offer.hook,
+                "selector": keys[one.offer.hook],
                 "name": one.offer.name,
                 "summary": one.offer.summary,
                 "options": dict(one.offer.options),
@@ -190,14 +193,14 @@ def _print_offers(rows: Sequence[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("hook, name", no_wrap=True)
+    table.add_column("key, name", no_wrap=True)
     table.add_column("plug-in, distribution")
     table.add_column("summary, options and defaults")
-    hook = None
+    key = None
     for row in rows:
-        if row["hook"] != hook:
-            hook = row["hook"]
-            table.add_row(hook, style="bold")
+        if row["selector"] != key:
+            key = row["selector"]
+            table.add_row(key, style="bold")
         options = ", ".join(f"{key}={_shown(value)}" for key, value in row["options"].items())
         table.add_row(
             f"  {row['name']}",

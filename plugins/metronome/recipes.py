@@ -6,6 +6,7 @@ The core reads the file and finds the host; every key but ``host`` is validated 
 from __future__ import annotations
 
 import copy
+import difflib
 import re
 from collections.abc import Hashable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
@@ -55,7 +56,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, An
         raise ConfigurationError(
             "no such recipe",
             found=where,
-            remedy="give the path of a YAML file, such as recipes/local/demo.yaml",
+            remedy=near_file(Path(path)) or "give the path of a YAML file, such as recipes/local/demo.yaml",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(
@@ -74,6 +75,16 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, An
         recipe = override(recipe, one, where)
     host_of(recipe, where)
     return recipe
+
+
+def near_file(path: Path) -> str | None:
+    """A remedy that names the file or folder beside ``path`` whose name is nearest to its own; None if none is near."""
+    try:
+        names = sorted(one.name for one in path.parent.iterdir())
+    except OSError:
+        return None
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
+    return f"use {str(path.with_name(close[0]))!r}" if close else None
 
 
 def override(recipe: Mapping[str, Any], assignment: str, where: str = "recipe") -> dict[str, Any]:

@@ -20,6 +20,28 @@ SELECTORS = {
 OptionsT = TypeVar("OptionsT", bound=BaseModel)
 
 
+_KINDS = {
+    "float": "a number",
+    "finite": "a finite number",
+    "int": "a whole number",
+    "bool": "true or false",
+    "string": "text",
+    "tuple": "a list, as [4, 8]",
+    "list": "a list, as [4, 8]",
+    "dict": "a mapping",
+    "mapping": "a mapping",
+    "model": "a mapping",
+}
+"""What pydantic's kinds of complaint ask for, by their first word, in our words."""
+
+_BOUNDS = {
+    "greater_than_equal": "{ge:g} or more",
+    "greater_than": "above {gt:g}",
+    "less_than_equal": "{le:g} or less",
+    "less_than": "below {lt:g}",
+}
+
+
 class Options(BaseModel):
     """Base of a plug-in's options: frozen, unknown keys rejected."""
 
@@ -91,6 +113,10 @@ def parse_settings(
                     where=place,
                     remedy=f"{key}: {{option: value}}",
                 )
+            if not all(isinstance(name, str) for name in value):
+                raise ConfigurationError(
+                    "option names must be strings", found=list(value), where=place, remedy="name: value"
+                )
             options[key] = dict(value)
         else:
             raise ConfigurationError(
@@ -110,7 +136,19 @@ def parse_settings(
 
 
 def parse_options(model: type[OptionsT], values: Mapping[str, Any], where: str) -> OptionsT:
-    """``values`` as ``model``; raises ConfigurationError that names the first wrong key and what to set."""
+    """``values`` as ``model``; raises ConfigurationError that names the first wrong key and what to set.
+
+    True and false are refused where a number is wanted: that is what a flag without its value gives.
+    """
+    for name, value in values.items():
+        field = model.model_fields.get(name)
+        if isinstance(value, bool) and field is not None and not _takes_bool(field.annotation):
+            raise ConfigurationError(
+                "invalid value",
+                found=value,
+                where=f"{where}.{name}",
+                remedy=f"{name}: a value of its own, not {str(value).lower()}",
+            )
     try:
         return model(**values)
     except ValidationError as error:
@@ -135,11 +173,28 @@ def configuration_error(error: ValidationError, model: type[BaseModel], where: s
         )
     if first["type"] == "missing":
         return ConfigurationError("a required key is missing", where=place, remedy=f"set {path[-1]}")
+    wanted = _wanted(first["type"], first.get("ctx") or {})
     message = first["msg"].removeprefix("Value error, ")
+    if wanted is not None:
+        name = next((part for part in reversed(path) if not part.isdigit()), "")
+        message = f"{name}: {wanted}" if name else wanted
     found = first["input"]
     if isinstance(found, Mapping) and not path:  # a validator over the whole block
         found = None
     return ConfigurationError("invalid value", found=found, where=place, remedy=message)
+
+
+def _wanted(kind: str, context: Mapping[str, Any]) -> str | None:
+    """What a value must be, for pydantic's ``kind`` of complaint; None where its own sentence is ours."""
+    if kind == "literal_error":
+        return f"one of {context['expected']}"
+    if kind in _BOUNDS:
+        return _BOUNDS[kind].format(**context)
+    return _KINDS.get(kind.partition("_")[0])
+
+
+def _takes_bool(annotation: Any) -> bool:
+    return annotation in (bool, Any) or any(_takes_bool(inner) for inner in get_args(annotation))
 
 
 def _fields_at(model: type[BaseModel], path: list[str]) -> set[str]:

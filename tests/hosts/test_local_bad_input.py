@@ -147,12 +147,12 @@ RECIPE = [
     Case("missing key of a task", ("required key", "task.dataset.path"), {
         "task": {"kind": "dataset", "reward": "a:b"},
     }),
-    Case("wrong type", ("training.periods", "'ten'", "integer"), arguments=("training.periods=ten",)),
+    Case("wrong type", ("training.periods", "'ten'", "periods: a whole number"), arguments=("training.periods=ten",)),
     Case("a section that is a list", ("training", "[1]"), arguments=("training=[1]",)),
-    Case("below the range", ("training.prompts", "greater than or equal to 1"), arguments=("training.prompts=0",)),
+    Case("below the range", ("training.prompts", "prompts: 1 or more"), arguments=("training.prompts=0",)),
     Case("an infinite weight", ("training.kl", "finite"), arguments=("training.kl=.inf",)),
     Case("NaN entropy weight", ("training.entropy", "finite"), arguments=("training.entropy=.nan",)),
-    Case("betas above 1", ("training.betas", "less than 1"), arguments=("training.betas=[0.9, 1.5]",)),
+    Case("betas above 1", ("training.betas", "betas: below 1"), arguments=("training.betas=[0.9, 1.5]",)),
     Case("a negative seed", ("training.seed", "-1"), arguments=("training.seed=-1",)),
     Case("lengths over the limit", ("fixed_lengths", "max_tokens"), arguments=("sampling.fixed_lengths=[5, 9]",)),
     Case("more mini-batches than prompts", ("mini_batches", "at most 4"), {

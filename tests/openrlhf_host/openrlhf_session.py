@@ -61,8 +61,19 @@ def stock(assets: Assets, folder: Path) -> list[str]:
     return [*assets.flags(), *_STOCK.split(), *places]
 
 
-def run(flags: Sequence[str], *, timeout: float = 900, variables: Mapping[str, str] | None = None) -> Output:
-    """Runs ``python -m metronome_openrlhf`` with ``flags`` and waits for its end.
+def run(
+    flags: Sequence[str],
+    *,
+    timeout: float = 900,
+    variables: Mapping[str, str] | None = None,
+    module: str = "metronome_openrlhf",
+) -> Output:
+    """Runs ``python -m metronome_openrlhf``, or another ``module``, with ``flags`` and waits for its end."""
+    return run_command([sys.executable, "-m", module, *flags], timeout=timeout, variables=variables)
+
+
+def run_command(command: Sequence[str], *, timeout: float = 900, variables: Mapping[str, str] | None = None) -> Output:
+    """Runs ``command``, which starts OpenRLHF, and waits for its end.
 
     A run that exceeds ``timeout`` seconds is ended with return code -9, its output kept. Only processes that it
     started are ended.
@@ -72,7 +83,7 @@ def run(flags: Sequence[str], *, timeout: float = 900, variables: Mapping[str, s
     kept = {name: value for name, value in os.environ.items() if name not in ("CUDA_VISIBLE_DEVICES", "RAY_ADDRESS")}
     begin = time.monotonic()
     driver = subprocess.Popen(
-        [sys.executable, "-m", "metronome_openrlhf", *flags],
+        list(command),
         env=kept | VARIABLES | {"RAY_TMPDIR": folder} | dict(variables or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -93,6 +104,20 @@ def run(flags: Sequence[str], *, timeout: float = 900, variables: Mapping[str, s
     shutil.rmtree(folder, ignore_errors=True)
     text = "\n".join(lines)
     return Output(-9 if late else code, text, tuple(_steps(text)), time.monotonic() - begin)
+
+
+def moved(first: Path, last: Path) -> float:
+    """Mean over random tokens of KL(first, last), in nats, between two saved models of ``cpu.assets``."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.randint(2, 97, (8, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        a, b = (
+            AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32)(tokens).logits.log_softmax(-1)
+            for one in (first, last)
+        )
+    return float((a.exp() * (a - b)).sum(-1).mean())
 
 
 def _steps(text: str) -> Iterator[dict[str, float]]:

@@ -13,9 +13,11 @@ import workers
 from openrlhf.trainer.ray import ppo_actor
 
 from metronome.contracts import Verdict
-from metronome.errors import MetronomeError, VersionMismatch
+from metronome.errors import ConfigurationError, MetronomeError, VersionMismatch
 from metronome.periodic.sources import Bounded
+from metronome_openrlhf import state
 from metronome_openrlhf.bounded import MetronomeLearner, versions_of
+from metronome_openrlhf.config import part_of
 
 GROUP = 4
 
@@ -193,6 +195,7 @@ def test_a3po_sees_its_samples_ages_and_leaves_their_policy_from_two_on(folder):
         {name: one.status[f"metronome/loss/{name}"] for name in ("staleness_max", "off_behavior")} for one in made.steps
     ]
     assert [one["staleness_max"] for one in told] == [0, 1, 2, 3, 3, 3]
+    assert "samples up to 3 versions old" in made.learner.metronome_seen().told("a3po")
     assert [one["off_behavior"] > 0.5 for one in told] == [False, False, True, True, True, True]
     assert all(one.status["metronome/loss/version_unknown"] == 0 for one in made.steps)
 
@@ -260,3 +263,16 @@ def test_the_state_is_saved_and_loaded_by_openrlhfs_own_checkpoints(folder, monk
         assert states["metronome"]["states"]["rollout_source"] == {"name": "bounded", "max_staleness": 1}
         torch.save(states, folder / "states")  # as DeepSpeed does
         assert torch.load(folder / "states", weights_only=False) == states
+
+
+def test_another_source_would_lose_prompts_that_aren_t_trained_and_is_refused():
+    part = _part({"rollout_source": "synchronous"})
+    left = {**state.saved(_part({"rollout_source": "bounded"})), "again": [("1+1", "2", None)]}
+    with pytest.raises(ConfigurationError, match="1 prompts of bounded, now synchronous"):
+        state.restored(part, left)
+    state.restored(part, {**left, "again": []})
+
+
+def _part(block):
+    told = {"block": block, "in_flight": "finish", "device": "cpu"}
+    return part_of(SimpleNamespace(metronome=told, train=SimpleNamespace(seed=1)))

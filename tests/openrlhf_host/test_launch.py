@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,11 +13,18 @@ import ray
 
 from metronome.errors import ConfigurationError, PluginError, VersionMismatch, WaitTimeout
 from metronome_openrlhf import bind, cluster, cpu, host, launch
+from metronome_openrlhf.checks import ZeroRate
+from metronome_openrlhf.cpu import assets
 from metronome_openrlhf.cpu import cluster as room_cluster
+from metronome_openrlhf.seen import Seen
+from metronome_openrlhf.smoke import SMOKE
 from metronome_patches import ledger
 
 CPU = "--metronome.cpu"
-PLAIN = [CPU, "--actor.model_name_or_path", "model", "--vllm.num_engines", "1", "--algo.advantage.estimator", "rloo"]
+PLAIN = [
+    *(CPU, "--actor.model_name_or_path", "model", "--vllm.num_engines", "1", "--algo.advantage.estimator", "rloo"),
+    *("--rollout.n_samples_per_prompt", "4", "--reward.remote_url", "http://r", "--data.prompt_dataset", "d"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +54,7 @@ def refused(capsys, *flags):
 
 
 def test_help_shows_our_flags_before_openrlhf_s(capsys, no_ray):
-    with pytest.raises(SystemExit) as end:
-        launch.main([CPU, "--help"])
-    assert end.value.code == 0
+    assert launch.main([CPU, "--help"]) == 0
     said = capsys.readouterr().out
     assert said.index("--metronome.rollout_source") < said.index("usage:") < said.index("--vllm.num_engines")
     assert not no_ray
@@ -72,12 +78,129 @@ def test_a_wrong_flag_of_ours_is_refused_before_openrlhf_is_imported(capsys, mon
         assert word in said
 
 
-def test_openrlhf_s_own_parser_refuses_what_is_nobody_s(capsys, no_ray):
+def test_help_says_why_openrlhf_s_part_is_missing(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(launch, "openrlhf_folder", lambda: None)
+    assert launch.main(["-h"]) == 0
+    said = capsys.readouterr().out
+    assert "--metronome.rollout_source" in said
+    assert "OpenRLHF's own help can't be shown: OpenRLHF isn't installed" in said
+    monkeypatch.setattr(launch, "openrlhf_folder", lambda: tmp_path)
+    assert launch.main(["-h"]) == 0
+    assert "can't be shown: OpenRLHF's main isn't the one" in capsys.readouterr().out
+
+
+def test_what_is_nobody_s_flag_is_refused_with_the_nearest_of_openrlhf_s(capsys, no_ray):
+    said = refused(capsys, *PLAIN, "--train.batchsize", "3")
+    assert "--train.batchsize" in said
+    assert "use '--train.batch_size'" in said
+    assert not no_ray
+
+
+def test_openrlhf_s_own_parser_refuses_it_without_a_flag_of_ours(capsys, no_ray):
     with pytest.raises(SystemExit) as end:
-        launch.main([*PLAIN, "--train.batchsize", "3"])
+        launch.main([*PLAIN[1:], "--train.batchsize", "3"])
     assert end.value.code == 2
     assert "--train.batchsize" in capsys.readouterr().err
     assert not no_ray
+
+
+# ---- the end of a run -----------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """Ray's handle of a trainer that saw ``seen``."""
+
+    def __init__(self, seen):
+        self.metronome_seen = SimpleNamespace(remote=lambda: seen)
+
+
+@pytest.fixture
+def ends(monkeypatch, tmp_path):
+    """OpenRLHF's main, which parses, starts a trainer and ends."""
+    seen = Seen()
+    seen.add({"metronome/loss/calls": 4.0, "metronome/loss/staleness_max": 0.0, "reward": 1.0})
+    monkeypatch.setattr(bind.sys, "argv", sys.argv)
+    monkeypatch.setattr(ray, "get", lambda found: found)
+
+    def run_module(*_, **__):
+        args = SimpleNamespace(ckpt=SimpleNamespace(path=str(tmp_path), output_dir="./ckpt"))
+        bind._listeners[0](args)
+        bind.Kept(SimpleNamespace(remote=lambda *_: Trainer(seen))).remote("model")
+
+    monkeypatch.setattr(launch.runpy, "run_module", run_module)
+    monkeypatch.setattr(launch, "check_typed", lambda *_: [])
+    monkeypatch.setattr(cluster, "start", lambda device: None)
+    monkeypatch.setattr(cluster, "check_nodes", lambda: None)
+    monkeypatch.setattr(bind, "classes", lambda *_: None)
+    monkeypatch.setattr("metronome_openrlhf.config.arrange", lambda *_: [])
+    monkeypatch.setattr("metronome_openrlhf.cpu.arguments.arrange", lambda *_: [])
+    return tmp_path
+
+
+def test_a_run_ends_with_what_was_seen_and_where_the_model_is(ends, capsys, monkeypatch):
+    assert launch.main([CPU, "--metronome.loss", "a3po"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "metronome: 1 step; loss a3po, 4 calls; no sample of an old version; model in ./ckpt"
+    (ends / "_actor").mkdir()
+    (ends / "_actor" / "latest").touch()
+    assert launch.main([CPU, "--metronome.loss", "a3po"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"model in ./ckpt, checkpoints in {ends}")
+    monkeypatch.setenv(SMOKE, "1")  # it has a line of its own
+    assert launch.main([CPU, "--metronome.loss", "a3po"]) == 0
+    assert "1 step" not in capsys.readouterr().out
+
+
+def test_a_trainer_that_is_gone_doesn_t_fail_a_run_that_ended_well(ends, capsys, monkeypatch):
+    def get(_):
+        raise ray.exceptions.RayActorError()
+
+    monkeypatch.setattr(ray, "get", get)
+    assert launch.main([CPU, "--metronome.loss", "a3po"]) == 0
+    assert "step" not in capsys.readouterr().out
+
+
+def test_long_runs_are_told_in_short():
+    seen = Seen()
+    for size in (4, 8, 4, 16, 8, 8, 8, 8, 8):
+        seen.add({"metronome/group_controller/size": size, "metronome/attention/tokens_fed": 1})
+    assert seen.told() == "9 steps; 9 tokens fed for 0; G 4 to 16, at last 8"
+
+
+def test_a_step_that_moves_no_weight_says_why_once(capsys):
+    args = SimpleNamespace(actor=SimpleNamespace(lr_warmup_ratio=0.03), train=SimpleNamespace(batch_size=128))
+    still = {"metronome/weights/lr": 0.0, "actor_lr": 1e-6}
+    say = ZeroRate(args)
+    say({"metronome/weights/lr": 1e-6}, 0)
+    say({}, 0)  # a step without the actor
+    assert capsys.readouterr().out == ""
+    say = ZeroRate(args)
+    say(still, 0)
+    say(still, 1)
+    assert capsys.readouterr().out == (
+        "metronome: step 1 leaves the weights as they are: its learning rate is 0: OpenRLHF's warm-up begins there,"
+        " and --actor.lr_warmup_ratio 0 leaves it out\n"
+    )
+    for status, step in (({**still, "actor_lr": 0.0}, 0), (still, 4)):  # no step was taken
+        ZeroRate(args)(status, step)
+        assert "its rows fill no --train.batch_size 128" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), ([], 2), (["--folder"], 2), (["a", "b"], 2)])
+def test_the_maker_of_the_tiny_model_says_how_it_is_called(capsys, monkeypatch, tmp_path, arguments, code):
+    monkeypatch.chdir(tmp_path)
+    assert assets.main(arguments) == code
+    said = capsys.readouterr()
+    assert "metronome_openrlhf.cpu.assets FOLDER" in (said.err if code else said.out)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_maker_of_the_tiny_model_prints_the_flags_for_it(capsys, tmp_path):
+    assert assets.main([str(tmp_path / "tiny")]) == 0
+    assert f"--actor.model_name_or_path {tmp_path / 'tiny' / 'model'}" in capsys.readouterr().out
+    assert (tmp_path / "tiny" / "reward.py").is_file()
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
 
 
 def test_what_can_t_be_true_together_is_refused_before_ray_starts(capsys, no_ray):
@@ -96,7 +219,7 @@ def test_an_error_of_a_worker_is_said_in_one_line(capsys, monkeypatch):
         raise ray.exceptions.RayTaskError("train", "a long traceback", own).as_instanceof_cause()
 
     monkeypatch.setattr(launch, "run", run)
-    assert launch.main([CPU]) == 1
+    assert launch.main(PLAIN) == 1
     assert capsys.readouterr().err == f"metronome: error: {own}\n"
 
 
@@ -106,7 +229,7 @@ def test_an_error_that_isn_t_ours_goes_through(monkeypatch):
 
     monkeypatch.setattr(launch, "run", run)
     with pytest.raises(KeyError):
-        launch.main([CPU])
+        launch.main(PLAIN)
 
 
 # ---- which OpenRLHF -------------------------------------------------------------------------------------------------

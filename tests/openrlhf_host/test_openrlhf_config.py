@@ -62,6 +62,14 @@ REFUSED = [
     (("--metronome.a3po.cap", "5"), "isn't selected", "--metronome.a3po", "select 'a3po'"),
     (("--metronome.in_flight", "abort"), "nothing runs at a publication", "--metronome.in_flight", "finish"),
     ((*BOUNDED, "--metronome.in_flight", "abbort"), "unknown value", "--metronome.in_flight", "abort"),
+    # sizes
+    ((*A3PO, "--train.batch_size", "0"), "nothing to divide by", "--train.batch_size", "--train.batch_size 1 or more"),
+    (
+        ("--metronome.group_controller", "fixed", "--algo.advantage.estimator", "gae"),
+        "a critic's accumulation window",
+        "--algo.advantage.estimator",
+        "--rollout.n_samples_per_prompt 8",
+    ),
     # trainer
     ((*PERIODIC, "--train.async_enable"), "no batches in flight", "--train.async_enable", "rollout_source bounded"),
     # loss
@@ -336,6 +344,18 @@ def test_without_a_flag_of_ours_nothing_is_set_nor_said():
             ["--train.async_enable", "--train.partial_rollout_enable True"],
         ),
         ((*SHARED, "--train.micro_batch_size", "2"), ["isn't a multiple of G = 4", "attention is metronome's"]),
+        ((*PERIODIC, *A3PO, *SAGC), ["active: rollout_source periodic, loss a3po, group_controller sagc"]),
+        (("--metronome.cpu", *SHARED), ["active: attention shared_prompt"]),
+        (SHARED, ["active: attention shared_prompt"]),
+        ((*PERIODIC, *A3PO), ["staleness is 0 here, so that a3po is PPO"]),
+        (
+            (*A3PO, "--algo.kl.init_coef", "0.1"),
+            [
+                "forward pass of the actor gives old log-probs, since a KL",
+                "--algo.kl.use_loss or --algo.kl.init_coef 0 leaves",
+            ],
+        ),
+        ((*A3PO, "--metronome.a3po.proximal", "recompute"), ["forward pass of the actor gives old log-probs: "]),
     ],
 )
 def test_each_setting_that_a_mode_makes_is_printed(flags, lines):
@@ -343,10 +363,28 @@ def test_each_setting_that_a_mode_makes_is_printed(flags, lines):
     args, notes = check(*flags)
     for line in lines:
         assert [note for note in notes if line in note], notes
+    assert [place for place, note in enumerate(notes) if note.startswith("active: ")] in ([], [0])
     # the other way round: what is other than without our flags stands in a line
     changed = {name for name, value in _flat(args) if dict(_flat(before)).get(name) != value}
     for name in changed:
         assert [note for note in notes if f"--{name} " in note], (name, notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ((*BOUNDED, *A3PO), "staleness is 0 here"),
+        ((*A3PO, "--metronome.a3po.proximal", "recompute"), "staleness is 0 here"),
+        ((*A3PO, "--metronome.a3po.fresh", "target"), "staleness is 0 here"),
+        (("--metronome.loss", "ppo"), "staleness is 0 here"),
+        (A3PO, "forward pass"),
+        ((*A3PO, "--algo.kl.init_coef", "0.1", "--algo.kl.use_loss"), "forward pass"),
+        (("--metronome.cpu",), "active"),
+    ],
+)
+def test_what_isn_t_so_is_not_said(flags, word):
+    _, notes = check(*flags)
+    assert not [note for note in notes if word in note]
 
 
 def _theirs(flags):
@@ -455,6 +493,6 @@ def test_the_docs_name_every_metric_and_no_other():
     named = set(re.findall(r"`(metronome/[a-z_/]+)`", text))
     assert emitted
     assert emitted - named == set()
-    built = {"loss/calls", "attention/calls", "attention/tokens_fed", "attention/tokens_separate"}  # names put together
+    built = {"attention/calls", "attention/tokens_fed", "attention/tokens_separate"}  # names put together
     built |= {f"loss/{name}" for name in LOSS_METRICS}
     assert named - emitted == {f"metronome/{name}" for name in built}

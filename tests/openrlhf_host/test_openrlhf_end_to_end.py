@@ -6,8 +6,6 @@ pytest.importorskip("openrlhf", reason="the OpenRLHF adapter's tests need OpenRL
 
 import openrlhf_room  # noqa: F401  (attaches the CPU room)
 import openrlhf_session
-import torch
-from transformers import AutoModelForCausalLM
 
 from metronome_openrlhf.cpu import assets
 
@@ -18,17 +16,6 @@ CORRECTED = ["--algo.advantage.is_correction_level", "token", "--algo.advantage.
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return assets.make(tmp_path_factory.mktemp("assets"))
-
-
-def moved(first, last):
-    """Mean over random tokens of KL(first, last) between two saved models."""
-    tokens = torch.randint(2, 97, (8, 24), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        a, b = (
-            AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32)(tokens).logits.log_softmax(-1)
-            for one in (first, last)
-        )
-    return float((a.exp() * (a - b)).sum(-1).mean())
 
 
 def test_a_stock_run_trains_in_the_cpu_room_and_its_weights_reach_vllm(tiny, tmp_path):
@@ -42,7 +29,7 @@ def test_a_stock_run_trains_in_the_cpu_room_and_its_weights_reach_vllm(tiny, tmp
         # bfloat16 in two implementations
         assert abs(one["vllm_kl"]) < 0.01
     # A stale engine would show: the policy has moved further than that.
-    assert moved(tiny.model, tmp_path / "trained") > 0.05
+    assert openrlhf_session.moved(tiny.model, tmp_path / "trained") > 0.05
     # What was set for the room is said, and nothing is compiled.
     assert "metronome: --ds.attn_implementation sdpa" in found.text
     assert "built successfully" not in found.text

@@ -1,6 +1,7 @@
 """Every recipe with every overlay is one that OpenRLHF's own parser and our launcher accept; bad ones say why."""
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -57,10 +58,16 @@ def dry(name, *overrides, **others):
 
 
 @pytest.fixture
-def started(monkeypatch):
-    """What would have been started."""
+def started(monkeypatch, tmp_path_factory):
+    """What would have been started, on a machine that has every file that a recipe names."""
     calls = []
-    monkeypatch.setattr(host, "start", lambda command, environment: calls.append((command, dict(environment))) or 3)
+    home = tmp_path_factory.mktemp("home")
+    for path in RECIPES:
+        for name in re.findall(r"~/([\w./-]+\.(?:py|jsonl))", path.read_text(encoding="utf-8")):
+            (home / name).parent.mkdir(parents=True, exist_ok=True)
+            (home / name).touch()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(host, "start", lambda command, environment, *_: calls.append((command, dict(environment))) or 3)
     return calls
 
 
@@ -144,6 +151,36 @@ def test_the_printed_command_is_one_that_a_shell_reads_back(capsys, started):
     assert shlex.split(printed.replace("\\\n", " ")) == started[0][0][3:]
 
 
+def test_a_path_that_isn_t_here_is_a_note_of_a_dry_run_and_stops_a_run(started, capsys, monkeypatch, tmp_path):
+    dry("sagc")
+    assert "isn't on this machine" not in capsys.readouterr().out
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    missing = tmp_path / "OpenRLHF/examples/python/math_reward_func.py"
+    assert dry("sagc") == 0
+    assert f"metronome: --reward.remote_url {missing} isn't on this machine" in capsys.readouterr().out
+    with pytest.raises(ConfigurationError, match=rf"found '{missing}'; in .*sagc\.yaml: args\.reward\.remote_url"):
+        run("sagc")
+    assert not started
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")  # its machines may have it
+    assert run("sagc") == 3
+    # A smoke run makes its own, unless the user names them
+    dry("sagc", smoke=True)
+    assert "isn't on this machine" not in capsys.readouterr().out
+    dry("sagc", f"assets={tmp_path / 'none'}", smoke=True)
+    assert f"{tmp_path / 'none' / 'model'} isn't on this machine" in capsys.readouterr().out
+
+
+def test_the_docs_and_a_dry_run_name_every_overlay(capsys):
+    table = (FOLDER.parents[1] / "docs" / "openrlhf.md").read_text(encoding="utf-8").partition("| recipe | ")[2]
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", table, re.MULTILINE))
+    for path in RECIPES:
+        overlays = list(parse_yaml(path.read_text(encoding="utf-8"), str(path))["overlays"])
+        assert rows[path.stem] == ", ".join(f"`{one}`" for one in overlays), path.stem
+        dry(path.stem)
+        assert f"overlays: {', '.join(overlays)}  (overlay=NAME" in capsys.readouterr().out
+
+
 def test_an_overlay_says_what_lacks(capsys):
     dry("all_four", "overlay=npu")
     assert "metronome: npu: OpenRLHF 0.11.2 has no code for NPUs" in capsys.readouterr().out
@@ -210,6 +247,55 @@ def test_a_smoke_run_makes_its_model_and_data_and_writes_beside_them(started, tm
     assert "CUDA_VISIBLE_DEVICES" not in environment
 
 
+def test_a_smoke_run_ends_with_what_was_seen_and_where_things_are(monkeypatch, tmp_path, capsys):
+    lines = [
+        "(Trainer pid=1) INFO Global step 1: {'metronome/periodic/parts': 1, 'metronome/loss/staleness_max': 0.0,"
+        " 'metronome/loss/calls': 2.0,"
+        " 'metronome/loss/off_behavior': 0.0, 'metronome/attention/tokens_fed': 30.0,"
+        " 'metronome/attention/tokens_separate': 40.0, 'metronome/group_controller/size': 2}",
+        "nothing of ours",
+        "(Trainer pid=1) INFO Global step 2: {'metronome/periodic/parts': 3, 'metronome/loss/staleness_max': 2.0,"
+        " 'metronome/loss/off_behavior': 0.25, 'metronome/attention/tokens_fed': 3e1,"
+        " 'metronome/attention/tokens_separate': 40.0, 'metronome/group_controller/size': 4}",
+    ]
+
+    def start(command, environment, heard):
+        for line in lines:
+            heard(line)
+        (tmp_path / "trained").mkdir()
+        (tmp_path / "checkpoints" / "_actor").mkdir(parents=True)
+        (tmp_path / "checkpoints" / "_actor" / "latest").touch()
+        return code
+
+    monkeypatch.setattr(host, "start", start)
+    code = 0
+    assert run("all_four", smoke=True, output=str(tmp_path)) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == (
+        "metronome: smoke run: 2 steps; batches trained in 1 to 3 parts; loss a3po, 2 calls; samples up to 2 versions"
+        " old; A-3PO's proximal policy wasn't the engines' for up to 25% of the tokens; 60 tokens fed for 80; G 2, 4."
+        f" model in {tmp_path / 'trained'}, checkpoints in {tmp_path / 'checkpoints'} (--resume {tmp_path} goes on from"
+        f" the last), tiny model and data in {tmp_path / 'smoke'}"
+    )
+    # One that failed says so, and not that it left a model.
+    (tmp_path / "trained").rmdir()
+    (tmp_path / "checkpoints" / "_actor" / "latest").unlink()
+    (tmp_path / "checkpoints" / "_actor").rmdir()
+    (tmp_path / "checkpoints").rmdir()
+    code, lines = 1, []
+    assert run("all_four", smoke=True, output=str(tmp_path)) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("metronome: smoke run: ended with exit code 1 after 0 steps. checkpoints in")
+
+
+def test_samples_of_the_a3po_recipes_may_be_two_versions_old(capsys):
+    """OpenRLHF's queue has one place by default, and A-3PO is plain PPO up to one version."""
+    for name, overlay in (("a3po_setup1", []), ("a3po_setup2", []), ("all_four", ["overlay=bounded"])):
+        for smoke in (False, True):
+            dry(name, *overlay, smoke=smoke)
+            assert "metronome: --train.async_queue_size 2 " in capsys.readouterr().out
+
+
 def test_a_smoke_run_takes_the_user_s_model_and_data_and_names_a_part_that_lacks(started, tmp_path):
     for name in FILES:
         (tmp_path / name).touch()
@@ -265,6 +351,8 @@ def test_a_run_goes_on_in_the_folder_that_it_wrote(started, tmp_path):
         (["metronome.rollout_source=periodic"], r"--train\.colocate_all"),
         (["args.vllm.num_engines=4"], r"must be as many.*vllm\.num_engines: 8"),
         (["args.algo.kl.init_coef=0.1", "args.ref.num_gpus_per_node=4"], r"ref\.num_gpus_per_node: 8"),
+        (["train.batch_size=4"], r"this key lies in args.*to mend: args\.train\.batch_size=4"),
+        (["data.max_len=64"], r"to mend: args\.data\.max_len=64"),
         (["args.vllm.num_engines=null"], "TypeError"),  # OpenRLHF's main compares it unseen
     ],
 )
@@ -284,3 +372,11 @@ def test_compare_is_refused_with_the_reason():
 def test_a_started_process_has_its_environment_and_returns_its_exit_code():
     command = [sys.executable, "-c", "import os, sys; sys.exit(int(os.environ['CODE']))"]
     assert host_process.start(command, {"CODE": "7"}) == 7
+
+
+def test_a_started_process_s_lines_are_heard_and_printed(capsys):
+    heard = []
+    command = [sys.executable, "-c", r"import sys; sys.stdout.buffer.write(b'one\n\xff\ntwo'); sys.exit(7)"]
+    assert host_process.start(command, dict(os.environ), heard.append) == 7
+    assert heard == ["one\n", "\ufffd\n", "two"]
+    assert capsys.readouterr().out == "one\n\ufffd\ntwo"

@@ -28,7 +28,7 @@ BAD = [
     ("a3po", {"cap_mode": "clip"}, "metronome.a3po.cap_mode", "'mask' or 'truncate'"),
     ("a3po", {"dual_clip": 1.0}, "metronome.a3po.dual_clip", "above 1"),
     ("a3po", {"importance_weight": False, "cap": 4.0}, "metronome.a3po", "remove cap, or"),
-    ("a3po", {"importance_weight": "perhaps"}, "metronome.a3po.importance_weight", "boolean"),
+    ("a3po", {"importance_weight": "perhaps"}, "metronome.a3po.importance_weight", "importance_weight: true or false"),
     ("a3po", {"proximal": "reuse", "fresh": "target"}, "metronome.a3po", "remove fresh, or set proximal: loglinear"),
     ("a3po", {"proximal": "behavior", "fresh": "target"}, "metronome.a3po", "remove fresh"),
     ("a3po", {"proximal": "behavior", "cap": 4.0}, "metronome.a3po", "remove cap, or"),

@@ -219,11 +219,12 @@ def test_the_arguments_default_to_the_process_s(
     assert "metronome" in capsys.readouterr().out
 
 
-def test_plugins_lists_hook_name_owner_summary_and_options(installed: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plugins_lists_key_name_owner_summary_and_options(installed: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plugins"]) == 0
     text = capsys.readouterr().out
+    assert "policy_loss" not in text  # the hook's name: what a user writes is its key
     for part in (
-        "policy_loss",
+        "\nloss",
         "plain",
         "one",
         "example-distribution 1.2",
@@ -235,6 +236,7 @@ def test_plugins_lists_hook_name_owner_summary_and_options(installed: Any, capsy
     assert json.loads(capsys.readouterr().out) == [
         {
             "hook": "policy_loss",
+            "selector": "loss",
             "name": "plain",
             "summary": "a [bold]loss[/bold]",
             "options": {"cap": 5.0, "mode": "mask"},

@@ -97,6 +97,28 @@ def test_overlays_say_their_notes_and_unknown_ones_are_refused(tmp_path: Path) -
         parse_layered(LayeredRecipe, recipe | {"assets": "x"}, where, smoke=False)
 
 
+@pytest.mark.parametrize(
+    ("typed", "remedy"),
+    [
+        ("b.c=5", "args.b.c=5"),
+        ("b.x.y=true", "args.b.x.y=True"),
+        ("data.max_len=64", "args.data.max_len=64"),  # the recipe has a key data of its own
+        ("loss=ppo", "metronome.loss=ppo"),
+    ],
+)
+def test_a_key_that_lies_in_args_or_metronome_is_told_its_whole_name(tmp_path: Path, typed: str, remedy: str) -> None:
+    recipe, where = recipe_of(tmp_path, "args.data.length=3", typed)
+    with pytest.raises(ConfigurationError) as refused:
+        parse_layered(LayeredRecipe, recipe, where, smoke=False)
+    assert refused.value.remedy == remedy
+
+
+def test_a_key_of_nothing_is_still_told_the_nearest(tmp_path: Path) -> None:
+    recipe, where = recipe_of(tmp_path, "overlai=more")
+    with pytest.raises(ConfigurationError, match="use 'overlay'"):
+        parse_layered(LayeredRecipe, recipe, where, smoke=False)
+
+
 def test_a_smoke_run_makes_its_files_or_takes_all_of_the_user_s(tmp_path: Path) -> None:
     made: list[Path] = []
 

@@ -66,6 +66,14 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert f"no such recipe; found '{path}'" in refused(load_recipe, path)
 
 
+def test_a_missing_file_is_mended_with_the_nearest_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "sagc_baselines.yaml").touch()
+    (tmp_path / "sagc.yaml").touch()
+    assert f"to mend: use '{tmp_path / 'sagc.yaml'}'" in refused(load_recipe, tmp_path / "sagcc.yaml")
+    assert "give the path of a YAML file" in refused(load_recipe, tmp_path / "other.json")
+    assert "give the path of a YAML file" in refused(load_recipe, tmp_path / "nowhere" / "sagc.yaml")
+
+
 def test_a_folder_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     assert "the recipe can't be read" in refused(load_recipe, tmp_path)
 

@@ -177,14 +177,14 @@ def test_state_of_another_source_or_bound_is_refused():
         ("synchronous", {"strict": True}, "metronome.synchronous", "none"),
         ("periodic", {"audit": 5}, "metronome.periodic", "use 'audit_every'"),
         ("periodic", {"audit_every": -1}, "metronome.periodic.audit_every", "one period in N"),
-        ("periodic", {"audit_every": True}, "metronome.periodic.audit_every", "one period in N"),
-        ("periodic", {"audit_every": False}, "metronome.periodic.audit_every", "one period in N"),
+        ("periodic", {"audit_every": True}, "metronome.periodic.audit_every", "a value of its own"),
+        ("periodic", {"audit_every": False}, "metronome.periodic.audit_every", "a value of its own"),
         ("periodic", {"audit_tolerance": 0.1}, "metronome.periodic", "set audit_every: N"),
         ("periodic", {"audit_tolerance": 0.1, "audit_every": 0}, "metronome.periodic", "set audit_every: N"),
         ("periodic", {"audit_tolerance": 0}, "metronome.periodic.audit_tolerance", "above 0"),
         ("periodic", {"audit_tolerance": float("nan")}, "metronome.periodic.audit_tolerance", "above 0"),
         ("bounded", {"max_staleness": -1}, "metronome.bounded.max_staleness", "0 (on policy)"),
-        ("bounded", {"max_staleness": "two"}, "metronome.bounded.max_staleness", "integer"),
+        ("bounded", {"max_staleness": "two"}, "metronome.bounded.max_staleness", "a whole number"),
     ],
 )
 def test_bad_options_are_refused_with_place_and_remedy(name, options, place, remedy):

@@ -251,7 +251,7 @@ def test_explain_says_why_the_size_moved_was_held_or_kept():
             seen.add("moved")
             assert re.fullmatch(
                 rf"G {before} -> {after} at step {number}: straggler ratio \d\.\d\d (>|<=) 2\.00, "
-                rf"lambda \d+\.\d\d, sampled p \d\.\d\d at {before} against \d\.\d\d at {after}",
+                rf"lambda \d+\.\d\d, straggler probability sampled as \d\.\d\d at {before} against \d\.\d\d at {after}",
                 text,
             )
         elif "sampled" in text:
@@ -428,18 +428,18 @@ def test_a_state_that_cannot_be_true_is_refused_and_leaves_the_controller_as_it_
         ({"sizes": [16, 4, 8]}, r"sizes: \[4, 8, 16\]"),
         ({"start": 5}, r"start must be one of sizes: \[4, 8, 16\] \(found 5\)"),
         ({"event": "any"}, "mean_ratio"),
-        ({"tau": 1.0}, "greater than 1"),
+        ({"tau": 1.0}, "tau: above 1"),
         ({"tau": math.nan}, "metronome.sagc.tau"),
-        ({"idle_tau": 1.0}, "less than 1"),
+        ({"idle_tau": 1.0}, "idle_tau: below 1"),
         ({"event": "step_idle", "tau": 3.0}, "set idle_tau instead, or event: mean_ratio"),
         ({"idle_tau": 0.6}, "set tau instead, or event: step_idle"),
         ({"success_above": 0.5}, "utility: dapo"),
-        ({"delta": 0.0}, "greater than 0"),
-        ({"delta": 1.0}, "less than 1"),
-        ({"eta": 0.0}, "greater than 0"),
+        ({"delta": 0.0}, "delta: above 0"),
+        ({"delta": 1.0}, "delta: below 1"),
+        ({"eta": 0.0}, "eta: above 0"),
         ({"eta": 10.0}, "eta must be below lambda_max: 10.0"),
         ({"lambda_start": 11.0}, "lambda_start must not exceed lambda_max: 10.0"),
-        ({"gamma": 1.1}, "less than or equal to 1"),
+        ({"gamma": 1.1}, "gamma: 1 or less"),
         ({"prior": [0.0, 1.0]}, "both positive"),
         ({"neighbours": 0}, "metronome.sagc.neighbours"),
         ({"min_dwell": 0}, "metronome.sagc.min_dwell"),

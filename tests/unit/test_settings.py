@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from metronome.errors import ConfigurationError
 from metronome.settings import SELECTORS, Options, parse_options, parse_settings
@@ -144,6 +144,48 @@ def test_an_unknown_nested_option_names_its_place() -> None:
 def test_a_wrong_type_names_key_and_value() -> None:
     text = refused_options({"mode": "mask", "cap": "high"})
     assert "found 'high'; in metronome.example.cap" in text
+
+
+class Typed(Options):
+    rate: float = 1.0
+    count: int = 1
+    on: bool = True
+    name: str = "x"
+    sizes: tuple[int, ...] = (4,)
+    mode: Literal["mask", "truncate"] = "mask"
+    several: int = Field(default=2, ge=1)
+    share: float = Field(default=0.5, gt=0, lt=1)
+    inner: Inner = Inner()
+
+
+@pytest.mark.parametrize(
+    ("values", "remedy"),
+    [
+        ({"rate": "fast"}, "rate: a number"),
+        ({"rate": None}, "rate: a number"),
+        ({"count": "many"}, "count: a whole number"),
+        ({"count": 1.5}, "count: a whole number"),
+        ({"on": "perhaps"}, "on: true or false"),
+        ({"name": 3}, "name: text"),
+        ({"sizes": 4}, "sizes: a list, as [4, 8]"),
+        ({"sizes": ["x"]}, "sizes: a whole number"),
+        ({"mode": "cut"}, "mode: one of 'mask' or 'truncate'"),
+        ({"several": 0}, "several: 1 or more"),
+        ({"share": 0}, "share: above 0"),
+        ({"share": 1}, "share: below 1"),
+        ({"inner": 3}, "inner: a mapping"),
+    ],
+)
+def test_a_wrong_value_is_mended_in_our_words(values: Any, remedy: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        parse_options(Typed, values, "metronome.example")
+    assert error.value.remedy == remedy
+
+
+def test_true_isn_t_the_number_one() -> None:
+    """A flag without its value is true."""
+    with pytest.raises(ConfigurationError, match=r"found True; in somewhere\.cap; to mend: cap: a value of its own"):
+        parse_options(Example, {"cap": True, "mode": "fast"}, "somewhere")
 
 
 def test_a_missing_option_is_named() -> None:

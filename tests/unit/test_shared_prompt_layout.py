@@ -189,7 +189,7 @@ def test_the_plugin_builds_its_own_names_only():
     [
         ("shared_prompt", {"backend": "flash"}, "cpu", "'cascade'"),
         ("shared_prompt", {"selfcheck": False}, "cpu", "self_check"),
-        ("shared_prompt", {"self_check_tolerance": 0}, "cpu", "greater than 0"),
+        ("shared_prompt", {"self_check_tolerance": 0}, "cpu", "self_check_tolerance: above 0"),
         ("shared_prompt", {"self_check_tolerance": float("inf")}, "cpu", "finite"),
         ("shared_prompt", {"self_check_tolerance": 0.1, "self_check": False}, "cpu", "set self_check: true"),
         ("shared_prompt", {"backend": "cascade"}, "cuda", "backend: auto"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from metronome_openrlhf.arguments import put, refuse
+from metronome_openrlhf.arguments import put, refuse, value_of
 
 ROOM = "in the CPU room"
 
@@ -26,26 +26,19 @@ def arrange(args: Any) -> list[str]:
         ("ds.load_in_4bit", "bitsandbytes' kernels need CUDA"),
         ("ds.use_liger_kernel", "Liger's kernels need CUDA"),
     ):
-        found = _of(args, flag)
+        found = value_of(args, flag)
         refuse(found, f"{what}, which isn't there {ROOM}", flag, found, f"leave --{flag} out")
     for flag in ("ds.ring_attn_size", "ds.tensor_parallel_size", "vllm.tensor_parallel_size"):
-        found = int(_of(args, flag) or 1)
+        found = int(value_of(args, flag) or 1)
         refuse(found > 1, f"one device holds a model {ROOM}", flag, found, f"--{flag} 1")
     for flag in ("actor.optim", "critic.optim"):
-        found = _of(args, flag)
+        found = value_of(args, flag)
         refuse(found not in (None, "adam"), f"torch's AdamW is the optimiser {ROOM}", flag, found, f"--{flag} adam")
-    dtype = _of(args, "ds.param_dtype")
+    dtype = value_of(args, "ds.param_dtype")
     refuse(dtype != "bf16", "vLLM computes in bfloat16", "ds.param_dtype", dtype, "--ds.param_dtype bf16")
-    attention = str(_of(args, "ds.attn_implementation"))
+    attention = str(value_of(args, "ds.attn_implementation"))
     if "flash" in attention:
         put(args, "ds.attn_implementation", "sdpa", notes, f"no flash-attn {ROOM}")
     put(args, "vllm.enforce_eager", True, notes, f"nothing is compiled {ROOM}")
     put(args, "vllm.sync_backend", "gloo", notes, f"no NCCL {ROOM}")
     return notes
-
-
-def _of(args: Any, flag: str) -> Any:
-    place = args
-    for part in flag.split("."):
-        place = getattr(place, part, None)
-    return place

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,5 +98,19 @@ def _save_model(folder: Path, tokenizer: Any, hidden: int, layers: int) -> None:
         Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
+def main(arguments: Sequence[str]) -> int:
+    """``python -m metronome_openrlhf.cpu.assets FOLDER``; returns the exit code."""
+    usage = "usage: python -m metronome_openrlhf.cpu.assets FOLDER   (a tiny model, prompts and a reward go there)"
+    if {"-h", "--help"} & set(arguments):
+        print(usage)
+        return 0
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        print(usage, file=sys.stderr)
+        return 2
+    found = make(Path(arguments[0]))
+    print(" ".join(shlex.quote(word) for word in found.flags()))
+    return 0
+
+
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    sys.exit(main(sys.argv[1:]))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers import utils as layers
 
-from metronome.errors import VersionMismatch
+from metronome.errors import ConfigurationError, VersionMismatch
 
 from .transport import StoreGroup
 
@@ -41,7 +41,19 @@ class CpuWorker:
         backend: str = "gloo",
         use_ray: bool = False,
     ) -> None:
-        """Joins the trainer's store."""
+        """Joins the trainer's store.
+
+        Raises ConfigurationError for a model with experts.
+        """
+        packed = [name for name, _ in self.model_runner.model.named_parameters() if name.endswith("w13_weight")]
+        if packed:
+            raise ConfigurationError(
+                "the CPU room takes no model with experts: on a CPU vLLM packs their weights, and loads new ones"
+                " as if they weren't",
+                found=packed[0],
+                where="--actor.model_name_or_path",
+                remedy="a dense model, or CUDA",
+            )
         rank = torch.distributed.get_rank() + rank_offset
         self._weights = StoreGroup(master_address, int(master_port), rank, world_size)
 

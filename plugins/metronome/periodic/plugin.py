@@ -31,13 +31,6 @@ class PeriodicOptions(Options):
     audit_every: int = 0
     audit_tolerance: float = 1e-4
 
-    @field_validator("audit_every", mode="before")
-    @classmethod
-    def _a_count(cls, value: object) -> object:
-        if isinstance(value, bool):  # else true would mean every period
-            raise ValueError("audit_every: 0 (never) or N (one period in N)")
-        return value
-
     @field_validator("audit_every")
     @classmethod
     def _not_negative(cls, value: int) -> int:

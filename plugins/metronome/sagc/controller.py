@@ -246,7 +246,7 @@ class SagcController:
             )
             rivals = [self._index] if self._index != here else [i for i in near if i != here]
             others = " and ".join(f"{sampled[i]:.2f} at {options.sizes[i]}" for i in rivals)
-            why += f", sampled p {sampled[here]:.2f} at {before} against {others}"
+            why += f", straggler probability sampled as {sampled[here]:.2f} at {before} against {others}"
 
         switched = self.size() != before
         if switched:

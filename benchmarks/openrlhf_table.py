@@ -1,0 +1,98 @@
+"""Writes the figures of openrlhf_periodic.json and openrlhf_update.json into docs/results/README.md, between two marks.
+
+python benchmarks/openrlhf_table.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from bench_common import FOLDER, between, table
+
+BEGIN, END = "<!-- openrlhf: written by benchmarks/openrlhf_table.py -->", "<!-- end of openrlhf -->"
+
+
+def main() -> None:
+    names = ("openrlhf_periodic", "openrlhf_update")
+    measured = {name: json.loads((FOLDER / f"{name}.json").read_text()) for name in names}
+    text = periodic(measured["openrlhf_periodic"]) + "\n\n" + update(measured["openrlhf_update"])
+    between(BEGIN, END, text, FOLDER)
+
+
+def periodic(found: Mapping[str, Any]) -> str:
+    """The end-to-end runs: seconds a step, ratios, what bounds them, what the suite costs."""
+    work, seconds = found["work"], found["median_seconds"]
+    own, passes, same = found["overhead"], found["passes"], found["same_work"]
+    parts = ("step", "generation", "training", "publish", "rest")
+    steps = [("median seconds", "step", "waiting for samples", "training", "publication", "rest", "periodic is")]
+    for kind, name, ratio in (
+        ("periodic", "ours, periodic", "-"),
+        ("synchronous", "OpenRLHF's synchronous trainer", f"**{found['faster']:.2f}x** faster"),
+    ):
+        steps.append((name, *(f"{seconds[kind][part]:.2f}" for part in parts), ratio))
+    rows = [
+        ("figure", "value"),
+        ("bound (T_i + T_t) / max(T_i, T_t), T_i of the last arrival", f"{found['bound']:.2f}x"),
+        ("the same with publication and rest, which nothing hides", f"{found['bound_of_the_step']:.2f}x"),
+        ("closed form with the arrivals and the work of the synchronous run", f"{found['closed_form_ratio']:.2f}x"),
+        (
+            "periodic step against the closed form with its own passes",
+            f"{100 * (found['periodic_over_closed_form'] - 1):+.1f} %",
+        ),
+        (
+            "the suite's own time: median and largest share of a step",
+            f"{100 * own['share']:.2f} %, {100 * own['share_largest']:.2f} % (goal 2 %);"
+            f" {1000 * own['seconds']:.0f} ms, of which in the worker {1000 * own['seconds_in_worker']:.0f} ms",
+        ),
+        (
+            f"training in {passes['parts']:.0f} parts against the whole batch",
+            f"{passes['end_to_end']:.2f}x the time end to end",
+        ),
+        (
+            f"in {passes['groups']} parts, one a group, in one process without Ray",
+            f"{passes['in_one_process']:.2f}x",
+        ),
+        (
+            "same work: largest difference of a step's mean reward; of its gradient norm, and before any update",
+            f"{same['largest_reward_difference']:.0e}; {same['largest_grad_norm_difference']:.0e},"
+            f" {same['first_grad_norm_difference']:.0e} (relative, bfloat16)",
+        ),
+    ]
+    intro = (
+        f"{work['prompts']} prompts x {work['size']} responses of {work['longest'] / 16:.0f} to {work['longest']}"
+        f" tokens, {work['slots']} decoded at a time with {1000 * work['delay']:.1f} ms a token (simulated), a random"
+        f" Qwen2 of width {work['hidden']} with {work['layers']} layers in bfloat16, passes of {work['micro']}"
+        f" rows, one rollout engine and one actor rank of one thread; {work['steps']} steps each after one that"
+        " isn't counted."
+    )
+    return f"{intro}\n\n{table(steps)}\n\n{table(rows)}"
+
+
+def update(found: Mapping[str, Any]) -> str:
+    """Shared prompts against OpenRLHF's rows, and A-3PO's proximal log-probs."""
+    tokens, same, a3po = found["tokens"], found["same"], found["a3po"]
+    rows = [("seconds", "separate rows", "shared", "shared is", "theory in tokens")]
+    names = {"update": "update", "old_log_prob": "old log-probs", "reference_log_prob": "reference log-probs"}
+    for key, name in names.items():
+        one = found[key]
+        middle = [f"{one['seconds'][way]:.1f}" for way in ("rows", "shared")]
+        rows.append((name, *middle, f"**{one['over_rows']:.2f}x** faster", f"{found['theory_tokens']:.2f}x"))
+    seconds = a3po["seconds"]
+    added = seconds["loss"] - seconds["loss_of_openrlhf"]
+    return (
+        f"({','.join(map(str, found['shape']))}), {found['model']['shape']}'s shape with random weights in float32,"
+        f" {found['model']['layers']} layers, {found['threads']} threads, sdpa on both sides; {tokens['separate']:,.0f}"
+        f" tokens, fed {tokens['fed']:,.0f}. Log-probs differ by at most {same['log_probs']:.0e}, the first update's"
+        f" gradient by at most {same['gradient']:.0e} of its largest element.\n\n{table(rows)}\n\n"
+        f"A-3PO's proximal log-probs of its {a3po['tokens']} tokens: {1000 * seconds['interpolation']:.2f} ms, and"
+        f" {1000 * added:.2f} ms for all that the loss does beyond OpenRLHF's own (versions, weights, metrics), against"
+        f" {seconds['old_log_prob']:.1f} s of the actor's forward for old log-probs, which is left out with it:"
+        f" {a3po['old_log_prob_over_interpolation']:,.0f}x and"
+        f" {a3po['old_log_prob_over_all_that_the_loss_adds']:,.0f}x."
+    )
+
+
+if __name__ == "__main__":
+    main()
