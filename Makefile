@@ -11,6 +11,7 @@ MEGATRON := .venv-megatron
 VERL := .venv-verl
 VERL_MEGATRON := .venv-verl-megatron
 OPENRLHF := .venv-openrlhf
+AREAL := .venv-areal
 MEGATRON_NEXT := .venv-megatron-next
 ENVIRONMENT := requirements/environment.sh
 LOCAL_PARTS := requirements/local.txt requirements/local-nodeps.txt .
@@ -31,7 +32,8 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help demo test test-verl test-verl-megatron check bench bench-attention bench-verl core megatron megatron-next \
 	npu-contract local-environment test-environment megatron-environment verl-environment \
-	openrlhf-environment test-openrlhf bench-openrlhf
+	openrlhf-environment test-openrlhf bench-openrlhf \
+	areal-environment test-areal
 
 help:
 	@echo "make demo    train a small model with all four techniques on (Python $(LOCAL_PYTHON), pip)"
@@ -39,6 +41,7 @@ help:
 	@echo "make test-verl   tests/verl_host: verl's real workers, then its main_ppo on a CPU (part of make test)"
 	@echo "make test-verl-megatron  verl's Megatron engine on a CPU (part of make test-verl)"
 	@echo "make test-openrlhf   tests/openrlhf_host: OpenRLHF's real workers, then its main with vLLM on a CPU (part of make test)"
+	@echo "make test-areal   tests/areal_host: AReaL's real engine and trainer on a CPU (part of make test)"
 	@echo "make check   lint, types, import rules, unit and contract tests"
 	@echo "make core    core unit tests on every installed Python ($(CORE_PYTHONS))"
 	@echo "make bench   the benchmarks with a committed JSON"
@@ -65,6 +68,9 @@ openrlhf-environment:
 	@$(ENVIRONMENT) make $(OPENRLHF) $(LOCAL_PYTHON) requirements/openrlhf.txt requirements/openrlhf-nodeps.txt .
 	@echo "source $(OPENRLHF)/bin/activate   # then metronome and python -m metronome_openrlhf"
 
+areal-environment:
+	@$(ENVIRONMENT) make $(AREAL) $(LOCAL_PYTHON) requirements/areal.txt requirements/areal-nodeps.txt .
+
 demo: local-environment
 	$(DEMO)
 
@@ -75,7 +81,7 @@ check: test-environment
 	$(LOCAL)/bin/lint-imports
 	OMP_NUM_THREADS=1 $(LOCAL)/bin/pytest tests/unit tests/contract --cov=metronome --cov-report=term:skip-covered
 
-test: core megatron test-verl test-openrlhf test-environment
+test: core megatron test-verl test-openrlhf test-areal test-environment
 	OMP_NUM_THREADS=1 $(LOCAL)/bin/pytest tests --timeout=900 --cov=metronome --cov=metronome_local --cov-report=term:skip-covered
 
 core:
@@ -103,6 +109,10 @@ test-verl-megatron:
 # OpenRLHF's, DeepSpeed's, Ray's and vLLM's own warnings are hidden; warnings in our packages stay errors.
 test-openrlhf: openrlhf-environment
 	OMP_NUM_THREADS=1 $(OPENRLHF)/bin/pytest tests/openrlhf_host --timeout=900 --disable-warnings
+
+# AReaL's own warnings are hidden; warnings in our packages stay errors.
+test-areal: areal-environment
+	OMP_NUM_THREADS=1 $(AREAL)/bin/pytest tests/areal_host --timeout=900 --disable-warnings
 
 # Megatron's own deprecations are hidden; warnings in our packages stay errors.
 megatron: megatron-environment

@@ -21,6 +21,7 @@ def arrange(config: Any, part: Part) -> list[str]:
     Raises ConfigurationError for what can't be true together, with the key that mends it.
     """
     notes: list[str] = []
+    _versions(config)
     if not part.block:
         return notes
     _engines(config)
@@ -36,15 +37,18 @@ def arrange(config: Any, part: Part) -> list[str]:
     return notes
 
 
-def _engines(config: Any) -> None:
-    for name, section in (("actor", config.actor), ("rollout", config.rollout)):
+def _versions(config: Any) -> None:
+    for name in ("actor", "rollout", "critic", "ref"):
         refuse(
-            getattr(section, "_version", "v1") == "v2",
+            getattr(getattr(config, name), "_version", "v1") == "v2",
             "v2's gateway controllers have fixed routes, and no place for our methods",
             f"{name}._version",
             "v2",
             f"{name}._version=v1",
         )
+
+
+def _engines(config: Any) -> None:
     backend = str(config.actor.backend)
     refuse(
         not backend.startswith("fsdp"),

@@ -73,6 +73,7 @@ class Parts:
 
     def __init__(self, flow: PromptFlow | None, ranks: Ranks, most: int, least: int = 1) -> None:
         self.flow, self.ranks, self._most, self._least = flow, ranks, max(most, least), least
+        self._left: list[dict[str, Any]] = []
 
     def next(self) -> list[dict[str, Any]] | None:
         """The next part's groups of this rank (maybe none), or None when the period is complete on every rank.
@@ -96,11 +97,15 @@ class Parts:
             time.sleep(_LOOK)
 
     def _of_one_process(self) -> list[dict[str, Any]] | None:
+        """As many groups for each worker, but in the period's last part."""
         assert self.flow is not None
-        found: list[dict[str, Any]] = []
-        while len(found) < self._least and not self.flow.complete():
-            found += [one.group for one in self.flow.take(self._most - len(found))]
-        return found or None
+        found, complete = self._left, self.flow.complete()
+        while len(found) < self._least and not complete:
+            found = [*found, *(one.group for one in self.flow.take(self._most - len(found)))]
+            complete = self.flow.complete()
+        whole = len(found) if complete else len(found) - len(found) % self._least
+        self._left = found[whole:]
+        return found[:whole] or None
 
     def stats(self) -> list[GroupStats]:
         """Every group that was generated for the period, on every rank, in the order of the ranks."""

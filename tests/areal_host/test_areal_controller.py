@@ -1,12 +1,11 @@
 """AReaL's single controller with its local scheduler: real RPC workers train and generate on the CPU."""
 
 import contextlib
+import copy
 import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -15,16 +14,21 @@ pytest.importorskip("areal", reason="the AReaL adapter's tests need AReaL (requi
 import areal_controller_script as script
 import areal_room as room
 import torch
+from areal.api.cli_args import GRPOConfig
+from areal.infra.controller import RolloutController
 from areal.infra.rpc.serialization import deserialize_value, serialize_value
 from areal.utils.recover import RecoverHandler, RecoverInfo
 from areal_engines import apart, ours
 from safetensors.torch import load_file
 
 from metronome.errors import ConfigurationError
+from metronome_areal import cpu
+from metronome_areal.actor import MetronomeCritic
 from metronome_areal.arrange import arrange
-from metronome_areal.config import PPOConfig, read, with_block
+from metronome_areal.config import read, with_block
 from metronome_areal.controller import check_controller, travelling, workflow_path
 from metronome_areal.cpu import assets
+from metronome_areal.cpu.arguments import arrange as arrange_room
 from metronome_areal.cpu.arguments import by_controller
 from metronome_areal.prompts import KEY
 from metronome_areal.state import data_of, take
@@ -104,7 +108,7 @@ def test_a_period_over_rpc_leaves_one_processs_weights(found, folder, tmp_path):
     other, _ = by_one_process(folder, tmp_path / "other", groups()[:-1])
     assert apart(after - before, other - before) > 1e-2
     for name, value in told.items():
-        if not name.endswith("calls") and name != "num_micro_batches":
+        if name.startswith(("metronome/loss", "metronome/periodic", "grad_norm")) and not name.endswith("calls"):
             assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
     assert len(lengths) == 6  # a reference's log-probs, of a masked group too
     assert lengths[-1] == lengths[min(range(5), key=lambda place: lengths[place][1])]
@@ -126,30 +130,30 @@ def test_a_step_of_the_run_is_one_processs(found, folder, tmp_path):
     assert float(right.norm()) > 1e-2
 
 
-def test_parts_wait_for_a_group_of_each_worker_and_are_filled_up_with_masked_ones(found):
+def test_parts_have_as_many_groups_for_each_worker_and_masked_ones_where_there_are_none(found):
     assert found["parts by hand"] == [[4, 1], [2, 1], [2, 1]]
-    assert sum(count - masked for count, masked in found["parts"]) == 4 + 8  # 4 prompts of 4, then as many tokens of 2
-    assert all(count % 2 == 0 and masked < 2 for count, masked in found["parts"])
-    assert len(found["parts"]) <= 2 + 4
+    assert found["parts"]
+    assert all(count % 2 == 0 and masked == 0 for count, masked in found["parts"])  # an even number of prompts
 
 
 def test_every_hook_told_its_metrics_to_the_controllers_logger(found):
     assert len(found["stats"]) == script.STEPS
-    for step, stats in enumerate(found["stats"]):
+    for stats in found["stats"]:
         assert stats["metronome/weights/changed"] == 1.0
         assert stats["metronome/loss/calls"] > 0
-        assert stats["metronome/loss/staleness_max"] == 0.0  # published: step 1 generated with step 0's weights
-        assert stats["metronome/periodic/parts"] >= 2
-        assert stats["metronome/attention/shared_tokens"] > 0
-        assert stats["metronome/group_controller/size"] == (4, 2)[step]
+        assert stats["metronome/loss/staleness_max"] == 0.0  # published: generated with the last step's weights
+        assert stats["metronome/periodic/parts"] >= 1
+        assert stats["metronome/attention/tokens_fed"] < stats["metronome/attention/tokens_separate"]
         assert stats["ppo_actor/update/grad_norm"] > 0
+        trained = stats["metronome/rollout_source/prompts"] - stats["metronome/rollout_source/refused"]
+        assert trained * stats["metronome/group_controller/size"] == 16
+    assert len({stats["metronome/group_controller/size"] for stats in found["stats"]}) > 1
 
 
 def test_groups_are_handles_and_none_stays_on_the_workers(found):
     assert found["kinds"] == {"RTensor"}
-    refused = found["stats"][-1]["metronome/rollout_source/refused"]
-    assert refused > 0  # the filter read tensors
-    assert found["groups"] == 4 + 8 + refused
+    assert sum(stats["metronome/rollout_source/refused"] for stats in found["stats"]) > 0  # the filter read tensors
+    assert found["groups"] == sum(stats["metronome/rollout_source/prompts"] for stats in found["stats"])
     assert found["held"] == [0] * found["groups"]
     assert found["buffered"] == [0] * script.STEPS
 
@@ -160,11 +164,128 @@ def test_bounded_goes_on_with_the_same_workers(found):
     assert [step["metronome/bounded/staleness_max"] for step in stats] == [0.0, 1.0]
 
 
-def test_a_checkpoint_of_the_controller_holds_our_state(found, folder):
+def test_a_checkpoint_of_the_controllers_run_holds_our_state(found, folder):
     config = room.configuration(folder, script.HOOKS | RECOVER | {"scheduler.type": None})
+    part = read(config)
+    first = part.selection.group_controller.state_dict()
+    take(config, part, data_of(config, room.dataset(folder)))
+    assert part.selection.group_controller.state_dict() == found["controller"] != first
     recover = config.recover
     path = RecoverHandler.recover_info_path(recover.experiment_name, recover.trial_name, recover.fileroot)
-    state = RecoverInfo.load(path).dataloader_info[KEY]
-    assert state["run"]["rollout_source"] == "bounded"
-    assert state["prompts"]  # those that were out
-    assert found["controller"]["steps"] == script.STEPS
+    (state,) = RecoverInfo.load(path).dataloader_info
+    assert state[KEY]["run"]["rollout_source"] == "periodic"
+    config.train_dataset.batch_size = 2
+    with pytest.raises(ConfigurationError, match="other data"):
+        take(config, part, data_of(config, room.dataset(folder)))
+
+
+# --- what is refused, and what travels -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["actor", "rollout", "critic"])
+def test_v2_is_refused_with_the_reason_with_and_without_hooks(tmp_path, name):
+    for keys in ({}, {"metronome.loss": "a3po"}):
+        config = room.configuration(tmp_path, keys)
+        if name == "critic":
+            config.critic = copy.copy(config.actor)
+        getattr(config, name)._version = "v2"
+        with pytest.raises(ConfigurationError, match=rf"fixed routes.*{name}\._version=v1"):
+            arrange(config, read(config))
+
+
+def test_the_room_honours_local_and_refuses_other_schedulers_and_torchrun(tmp_path, monkeypatch):
+    config = room.configuration(tmp_path)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert not by_controller(config)
+    config.scheduler.type = "local"
+    assert by_controller(config)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(ConfigurationError, match="torchrun's ranks"):
+        by_controller(config)
+    config.scheduler.type = "ray"
+    with pytest.raises(ConfigurationError, match="scheduler.type=local"):
+        by_controller(config)
+
+
+def test_preparing_for_a_controller_takes_the_single_rank_back(monkeypatch):
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "AREAL_SPMD_MODE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cpu, "_set_here", set())
+    cpu.prepare()
+    assert {name: os.environ.get(name) for name in ("RANK", "AREAL_SPMD_MODE")} == {"RANK": "0", "AREAL_SPMD_MODE": "1"}
+    cpu.prepare(controller=True)
+    assert not is_in(names[:-1])
+    assert os.environ["AREAL_SPMD_MODE"] == "0"
+    monkeypatch.setenv("RANK", "1")
+    cpu.prepare()
+    assert is_in(names[:-1]) == ["RANK"]  # torchrun's
+
+
+def is_in(names):
+    return [name for name in names if name in os.environ]
+
+
+def test_adapters_are_refused_where_workers_take_whole_models(tmp_path):
+    config = room.configuration(tmp_path, {"actor.use_lora": True, "actor.lora_rank": 4})
+    config.scheduler.type = "local"
+    with pytest.raises(ConfigurationError, match="actor.use_lora"):
+        arrange_room(config)
+
+
+def test_a_whole_batch_that_workers_cant_share_is_refused_before_they_start(tmp_path):
+    keys = {"train_dataset.batch_size": 5, "metronome.rollout_source": "bounded"}
+    config = room.configuration(tmp_path, keys)
+    with pytest.raises(ConfigurationError, match="train_dataset.batch_size"):
+        check_controller(config, read(config), 2)
+    check_controller(config, read(config), 5)
+    config.metronome["rollout_source"] = "periodic"
+    config.rollout.max_head_offpolicyness = 0
+    check_controller(config, read(config), 2)
+
+
+class Agent:
+    """What AReaL runs behind a proxy."""
+
+
+class Mine(script.Direct):
+    """A workflow of this module."""
+
+
+@pytest.mark.parametrize(
+    ("workflow", "what"),
+    [
+        (Agent, "RolloutWorkflow"),
+        (f"{__name__}.Agent", "RolloutWorkflow"),
+        (f"{__name__}.Nobody", "can't import"),
+        ("__main__.Mine", "can't import"),
+    ],
+)
+def test_a_workflow_that_workers_cant_run_in_groups_is_refused(workflow, what):
+    with pytest.raises(ConfigurationError, match=what):
+        workflow_path(RolloutController.__new__(RolloutController), workflow)
+
+
+def test_a_workflows_class_or_path_is_found_by_workers():
+    controller = RolloutController.__new__(RolloutController)
+    assert workflow_path(controller, Mine) == workflow_path(controller, f"{__name__}.Mine") == f"{__name__}.Mine"
+
+
+def test_a_configuration_of_a_class_that_no_worker_has_travels_as_one_that_it_has(tmp_path, monkeypatch):
+    config = room.configuration(tmp_path, kind=with_block(script.Config))
+    assert type(config).__name__ == "Config"
+    assert isinstance(deserialize_value(serialize_value(config)), dict)  # AReaL's worker: "no attribute 'seed'"
+    sent = travelling(config)
+    assert type(sent) is script.Config
+    assert deserialize_value(serialize_value(sent)) == sent
+    monkeypatch.setattr(script.Config, "__module__", "__main__")
+    sent = travelling(config)
+    assert type(sent) is GRPOConfig
+    assert deserialize_value(serialize_value(sent)).seed == config.seed
+    own = room.configuration(tmp_path)
+    assert type(travelling(own)) is type(own)
+
+
+def test_a_critics_workers_keep_rows_apart(tmp_path):
+    critic = MetronomeCritic.as_controller(room.configuration(tmp_path).actor, None)
+    assert critic.train_engine is MetronomeCritic
