@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from areal.engine import FSDPPPOCritic
 from areal.utils import stats_tracker
@@ -63,6 +64,11 @@ class MetronomeActor(RowsApart, SharedPromptActor):
         found: dict[str, float] = super().train_batch(input_, loss, loss_weight_fn)
         self.movement.stepped(found)
         return found
+
+    def compute_logp(self, data: list[dict[str, Any]]) -> list[torch.Tensor]:
+        """AReaL's, whatever the rows of each rank: a part may have fewer than ``mb_spec`` asks micro-batches for."""
+        found: list[torch.Tensor] = super().compute_logp(self.metronome_level(data))
+        return found[: len(data)]
 
     # --- parts of a batch -----------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from metronome_areal.flow import NEVER
 from metronome_areal.queueing import keep_bound, own_batches
 from metronome_areal.sharing import share_prompts
 
-_KEYS = {"accumulation_dtype": "actor.fsdp_grad_dtype", "dropout": "actor.disable_dropout=true"}
+_KEYS = {"accumulation_dtype": "actor.optimizer_dtype=float32", "dropout": "actor.disable_dropout=true"}
 
 
 def arrange(config: Any, part: Part) -> list[str]:
@@ -20,7 +20,7 @@ def arrange(config: Any, part: Part) -> list[str]:
 
     Raises ConfigurationError for what can't be true together, with the key that mends it.
     """
-    notes: list[str] = []
+    notes = _group_sizes(config)
     _versions(config)
     if not part.block:
         return notes
@@ -33,7 +33,11 @@ def arrange(config: Any, part: Part) -> list[str]:
     if part.owns_rollouts:
         own_batches(config, part)
         notes += keep_bound(config, part)
-        put(config, "rollout.max_head_offpolicyness", NEVER, notes, "metronome's rollout source owns admission")
+        bound = config.rollout.max_head_offpolicyness
+        why = "metronome's rollout source owns admission"
+        if part.mode == "synchronous" and 0 < bound < NEVER:
+            why += f"; a batch is of one version: {WHERE}.rollout_source=bounded keeps your {bound}"
+        put(config, "rollout.max_head_offpolicyness", NEVER, notes, why)
     return notes
 
 
@@ -48,6 +52,17 @@ def _versions(config: Any) -> None:
         )
 
 
+def _group_sizes(config: Any) -> list[str]:
+    """Lines about a size of groups that isn't read: statistics are over a prompt's rows."""
+    return [
+        f"actor.{key}.group_size={norm.group_size} isn't read: a group is the rows of one prompt"
+        for key, norm in (("adv_norm", config.actor.adv_norm), ("reward_norm", config.actor.reward_norm))
+        if norm is not None
+        and "group" in (norm.mean_level, norm.std_level)
+        and norm.group_size != config.gconfig.n_samples
+    ]
+
+
 def _engines(config: Any) -> None:
     backend = str(config.actor.backend)
     refuse(
@@ -57,6 +72,13 @@ def _engines(config: Any) -> None:
         backend,
         "fsdp:d<ranks>, or no metronome block",
     )
+    refuse(
+        config.rollout.return_routed_experts,
+        "AReaL's training engines don't replay routed experts, and neither do ours",
+        "rollout.return_routed_experts",
+        True,
+        "leave rollout.return_routed_experts out",
+    )
 
 
 def _loss(config: Any, part: Part, notes: list[str]) -> None:
@@ -64,6 +86,11 @@ def _loss(config: Any, part: Part, notes: list[str]) -> None:
     for key, on, why in (
         ("use_sapo_loss", actor.use_sapo_loss, "SAPO is another loss"),
         ("m2_threshold", actor.m2_threshold is not None, "M2PO masks by a loss of its own"),
+        (
+            "enable_tree_training",
+            actor.enable_tree_training,
+            "a tree's micro-batches don't say how long their rows are",
+        ),
         (
             "rejection_sampling",
             actor.rejection_sampling is not None,
@@ -81,6 +108,8 @@ def _loss(config: Any, part: Part, notes: list[str]) -> None:
     put(config, "actor.use_decoupled_loss", True, notes, f"{name} gets the engines' log-probs")
     passes = "a" if method == "recompute" else "no"
     put(config, "actor.prox_logp_method", method, notes, f"{name}: {passes} forward pass")
+    if method == "loglinear":
+        put(config, "actor.recompute_logprob", False, notes, f"{name}: no forward pass")
 
 
 def _one_step(config: Any, part: Part, notes: list[str]) -> None:
@@ -123,6 +152,13 @@ def _one_step(config: Any, part: Part, notes: list[str]) -> None:
         "actor.mask_no_eos_with_zero",
         True,
         "false",
+    )
+    refuse(
+        actor.m2_threshold is not None,
+        f"{name}: M2PO chooses its tokens within a micro-batch, and those depend on arrival",
+        "actor.m2_threshold",
+        actor.m2_threshold,
+        "leave actor.m2_threshold out",
     )
     refuse(
         actor.mb_spec.granularity > 1,

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal.infra.rpc.rtensor import RTensor
+from areal.utils import logging
 
 from metronome.contracts import Flow, GroupStats, RolloutSource, Verdict
-from metronome.errors import MetronomeError, WaitTimeout
+from metronome.errors import ConfigurationError, MetronomeError, WaitTimeout
 
 NEVER = 10**9
 _SEEN = ("loss_mask", "attention_mask", "versions", "rewards")
 _LOOK = 1.0
+_log = logging.getLogger("metronome")
 
 
 @dataclass
@@ -89,7 +91,7 @@ class PromptFlow:
         self._queued: deque[Arrived] = deque()
         self.version, self.size, self.trained = 0, 1, 0
         self.generated: list[GroupStats] = []
-        self.dropped = self.refused = self.failed = self._failed_in_a_row = 0
+        self.dropped = self.refused = self.failed = self._failed_in_a_row = self._refused_in_a_row = 0
         self.cause: Exception | None = None
         self.discarded: list[dict[str, Any]] = []
         self._heard = time.monotonic()
@@ -193,14 +195,27 @@ class PromptFlow:
             return
         self._failed_in_a_row = 0
         group = result.trajectory
+        missing = [name for name in _SEEN if name not in group]
+        if missing:
+            raise ConfigurationError(
+                "a group isn't judged without its versions, masks and rewards",
+                found=f"no {', '.join(missing)} beside {', '.join(group)}",
+                where="the workflow's result",
+                remedy=f"{', '.join(missing)}, as RLVRWorkflow returns them",
+            )
         seen = RTensor.localize({name: group[name] for name in _SEEN})
         stats = stats_of(seen, task, self._largest)
         self.generated.append(stats)
         if self.accept is not None and not self.accept(RTensor.localize(group)):
             self.refused += 1
+            self._refused_in_a_row += 1
             self._discard(group)
+            if self._refused_in_a_row % (4 * self.batch) == 0:  # AReaL generates without end, too, and says nothing
+                _log.warning("metronome: dynamic_filter_fn refused the last %d groups", self._refused_in_a_row)
             return
-        self._queued.append(Arrived(group, versions_of(seen), stats, task))
+        self._refused_in_a_row = 0
+        versions = versions_of(seen) or [self.version]  # nothing in it was sampled, nor is trained
+        self._queued.append(Arrived(group, versions, stats, task))
 
 
 def versions_of(group: dict[str, Any]) -> list[int]:

@@ -39,16 +39,18 @@ def levelled(groups: list[dict[str, Any]], spec: MicroBatchSpec, group: Any) -> 
 
 def micro_batches(lengths: list[int], spec: MicroBatchSpec) -> int:
     """How many micro-batches AReaL needs for rows of these lengths, at least; 0 without rows."""
-    least = max(spec.n_mbs or 1, spec.n_mbs_divisor)
+    least = -(-(spec.n_mbs or 1) // spec.n_mbs_divisor) * spec.n_mbs_divisor
     if len(lengths) <= least:
         return least if lengths else 0
     most = spec.max_tokens_per_mb or DEFAULT_MAX_TOKENS_PER_MB
-    return len(allocate_balanced_mbs(MicroBatchSpec.new(spec, max_tokens_per_mb=most), lengths))
+    plain = MicroBatchSpec.new(spec, n_mbs=least, n_mbs_divisor=1, max_tokens_per_mb=most)  # it raises for few rows
+    return -(-len(allocate_balanced_mbs(plain, lengths)) // spec.n_mbs_divisor) * spec.n_mbs_divisor
 
 
 def masked(group: dict[str, Any]) -> dict[str, Any]:
     """``group`` without a trained token."""
-    return {**group, "loss_mask": torch.zeros_like(group["loss_mask"])}
+    mask = {"loss_mask": torch.zeros_like(group["loss_mask"])} if "loss_mask" in group else {}
+    return {**group, **mask}
 
 
 def _shortest(groups: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -68,4 +68,8 @@ def _together(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Tensors of rows below each other; interactions, which AReaL's executor makes tensors of, in one dict."""
     if all("input_ids" in one for one in rows):
         return dict(concat_padded_tensors(rows))
-    return {name: interaction for one in rows for name, interaction in one.items()}
+    merged: dict[str, Any] = {}
+    for number, one in enumerate(rows):
+        for name, interaction in one.items():
+            merged[f"{name}/{number}" if name in merged else name] = interaction  # members may count alike
+    return merged

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from metronome.errors import ConfigurationError
 
 ROW_LENGTHS = ("flash_attention_2", "flash_attention_3")
@@ -26,6 +28,7 @@ class RowsApart:
     config: Any
     enable_tree_training: bool
     parallel_helper: Any
+    _checked = False
 
     def _prepare_mb_list(self, input_: dict[str, Any]) -> Any:
         found = super()._prepare_mb_list(input_)  # type: ignore[misc]
@@ -40,7 +43,51 @@ class RowsApart:
                 where="actor.attn_impl",
                 remedy="flash_attention_2, or an actor.backend without context parallelism",
             )
+        if not self._checked and getattr(self, "_sharing", None) is None:
+            self._checked = True
+            check_apart(self)
         return separate_rows(found)
+
+
+@torch.no_grad()
+def check_apart(engine: Any) -> None:
+    """Two passes of one packed row in two before the first batch, on every rank: the other row's tokens may not matter.
+
+    Raises ConfigurationError for a model whose mask isn't made from position ids (OPT, Falcon, gpt-oss), or whose
+    layers carry a state over rows (Mamba, linear attention).
+    """
+    if engine.is_vision_model:
+        return  # its positions are of several dimensions
+    model, size = engine.model, 8
+    lengths = torch.tensor([0, size, 2 * size], dtype=torch.int32, device=engine.device)
+    positions = torch.arange(size, device=engine.device).repeat(1, 2)
+    named: dict[str, Any] = {"position_ids": positions, "attention_mask": None, "use_cache": False}
+    named |= {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": size, "max_length_k": size}
+    tokens = torch.arange(3 * size, device=engine.device) % model.config.get_text_config().vocab_size
+    training = model.training
+    model.eval()
+    try:
+        first, second = (
+            _local(model(input_ids=torch.cat([row, tokens[2 * size :]])[None], **named).logits)[0]
+            for row in (tokens[:size], tokens[size : 2 * size])
+        )
+    finally:
+        model.train(training)
+    moved = (first.float() - second.float()).abs()
+    own, other = float(moved[:size].max()), float(moved[size:].max())
+    if other > own * (1e-4 if engine.config.dtype == "float32" else 2e-2):
+        raise ConfigurationError(
+            f"{engine.model_config.model_type}'s packed rows see each other: its mask isn't made from position ids, or"
+            " its layers carry a state over rows",
+            found=f"a row's logits move by {other:.2g} with the tokens of the row before",
+            where="actor.attn_impl",
+            remedy="flash_attention_2 where the mask alone is at fault, or another model",
+        )
+
+
+def _local(value: Any) -> torch.Tensor:
+    found: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return found
 
 
 def separate_rows(mb_list: Any) -> Any:

@@ -57,6 +57,12 @@ REFUSED = [
         for name in ("actor", "rollout")
     ),
     (A3PO | {"actor.backend": "megatron:d4"}, "FSDP engine", "actor.backend", "fsdp:d"),
+    (
+        SHARED | {"rollout.return_routed_experts": True},
+        "replay routed experts",
+        "rollout.return_routed_experts",
+        "leave rollout.return_routed_experts out",
+    ),
     # loss
     (
         A3PO | {"actor.use_sapo_loss": True, "actor.use_decoupled_loss": False},
@@ -65,6 +71,7 @@ REFUSED = [
         "leave actor.use_sapo_loss out",
     ),
     (A3PO | {"actor.m2_threshold": 0.1}, "M2PO", "actor.m2_threshold", "leave actor.m2_threshold out"),
+    (A3PO | {"actor.enable_tree_training": True}, "how long their rows", "actor.enable_tree_training", "leave"),
     (A3PO | REJECTION, "both weigh samples", "actor.rejection_sampling", "leave actor.rejection_sampling out"),
     (
         A3PO | {"actor.importance_sampling_level": "sequence"},
@@ -112,11 +119,12 @@ REFUSED = [
         for key in ("per_layer_optim_step", "offload_params")
     ),
     (PERIODIC | {"actor.mask_no_eos_with_zero": True}, "widest rows", "actor.mask_no_eos_with_zero", "false"),
+    (PERIODIC | {"actor.m2_threshold": 0.1}, "M2PO", "actor.m2_threshold", "leave actor.m2_threshold out"),
     (PERIODIC | {"actor.mb_spec.granularity": 4}, "as many rows as its groups", "actor.mb_spec.granularity", "1"),
     (PERIODIC | {"metronome.periodic.audit_every": 2}, "audit", "metronome.periodic.audit_every", "leave it out"),
     (PERIODIC | {"dynamic_bs": True}, "arrival", "dynamic_bs", "false"),
     (PERIODIC | {"actor.disable_dropout": False}, "dropout", "periodic", "actor.disable_dropout=true"),
-    (PERIODIC | {"actor.optimizer_dtype": "bfloat16"}, "", "periodic", "actor."),
+    (PERIODIC | {"actor.optimizer_dtype": "bfloat16"}, "", "periodic", "actor.optimizer_dtype=float32"),
     # attention
     (SHARED | {"actor.enable_tree_training": True}, "layout of its own", "actor.enable_tree_training", "leave"),
     (SHARED | {"actor.use_kernels": True}, "kernels from the hub", "actor.use_kernels", "leave actor.use_kernels"),

@@ -3,9 +3,11 @@
 import contextlib
 import copy
 import os
+import select
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,31 +32,51 @@ from metronome_areal.controller import check_controller, travelling, workflow_pa
 from metronome_areal.cpu import assets
 from metronome_areal.cpu.arguments import arrange as arrange_room
 from metronome_areal.cpu.arguments import by_controller
+from metronome_areal.parts import Parts, Ranks
 from metronome_areal.prompts import KEY
 from metronome_areal.state import data_of, take
+from metronome_areal.trainer import HostTrainer
 
 TIMEOUT = 180
 RECOVER = {"recover.mode": "on", "recover.freq_steps": 1}
 
 
+@contextlib.contextmanager
 def launched(folder, keys):
-    """The script under our launcher, with ``scheduler.type=local``; every process it started is ended with it."""
+    """What the script under our launcher, with ``scheduler.type=local``, left before it closed its trainer.
+
+    It closes while the tests look; every process it started ends with it.
+    """
     room.configuration(folder, keys)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "AREAL_SPMD_MODE")
     environment = {name: value for name, value in os.environ.items() if name not in names}
+    read_end, write_end = os.pipe()
+    environment[script.TOLD] = str(write_end)
     command = [sys.executable, "-m", "metronome_areal", script.__file__, "--config", str(folder / "config.yaml")]
     log = folder / "log"
     with log.open("w") as to:
         run = subprocess.Popen(
-            [*command, "scheduler.type=local"], stdout=to, stderr=to, env=environment, start_new_session=True
+            [*command, "scheduler.type=local"],
+            stdout=to,
+            stderr=to,
+            env=environment,
+            start_new_session=True,
+            pass_fds=[write_end],
         )
+    os.close(write_end)
     try:
-        code = run.wait(timeout=TIMEOUT)
+        ready, _, _ = select.select([read_end], [], [], TIMEOUT)
+        assert ready, log.read_text()[-6000:]
+        assert os.read(read_end, 1), log.read_text()[-6000:]  # nothing: it ended before
+        yield torch.load(folder / "found", weights_only=False)
+        assert run.wait(timeout=TIMEOUT) == 0, log.read_text()[-6000:]
+        with pytest.raises(ProcessLookupError):
+            os.killpg(run.pid, 0)  # no worker is left
     finally:
+        os.close(read_end)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)
-    assert code == 0, log.read_text()[-6000:]
-    return torch.load(folder / "found", weights_only=False)
+            run.wait()
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +88,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    return launched(folder, script.HOOKS | RECOVER | {"scheduler.type": None, "actor.backend": "fsdp:d2"})
+    keys = script.HOOKS | RECOVER | {"scheduler.type": None, "actor.backend": "fsdp:d2"}
+    with launched(folder, keys) as left:
+        yield left
 
 
 def groups():
@@ -138,6 +162,7 @@ def test_parts_have_as_many_groups_for_each_worker_and_masked_ones_where_there_a
 
 def test_every_hook_told_its_metrics_to_the_controllers_logger(found):
     assert len(found["stats"]) == script.STEPS
+    refused = 0.0
     for stats in found["stats"]:
         assert stats["metronome/weights/changed"] == 1.0
         assert stats["metronome/loss/calls"] > 0
@@ -145,17 +170,18 @@ def test_every_hook_told_its_metrics_to_the_controllers_logger(found):
         assert stats["metronome/periodic/parts"] >= 1
         assert stats["metronome/attention/tokens_fed"] < stats["metronome/attention/tokens_separate"]
         assert stats["ppo_actor/update/grad_norm"] > 0
-        trained = stats["metronome/rollout_source/prompts"] - stats["metronome/rollout_source/refused"]
+        refused, before = stats["metronome/rollout_source/refused"], refused
+        trained = stats["metronome/rollout_source/prompts"] - (refused - before)
         assert trained * stats["metronome/group_controller/size"] == 16
     assert len({stats["metronome/group_controller/size"] for stats in found["stats"]}) > 1
 
 
 def test_groups_are_handles_and_none_stays_on_the_workers(found):
     assert found["kinds"] == {"RTensor"}
-    assert sum(stats["metronome/rollout_source/refused"] for stats in found["stats"]) > 0  # the filter read tensors
+    assert found["stats"][-1]["metronome/rollout_source/refused"] > 0  # the filter read tensors
     assert found["groups"] == sum(stats["metronome/rollout_source/prompts"] for stats in found["stats"])
     assert found["held"] == [0] * found["groups"]
-    assert found["buffered"] == [0] * script.STEPS
+    assert found["buffered"][: script.STEPS] == [0] * script.STEPS
 
 
 def test_bounded_goes_on_with_the_same_workers(found):
@@ -203,7 +229,7 @@ def test_the_room_honours_local_and_refuses_other_schedulers_and_torchrun(tmp_pa
     with pytest.raises(ConfigurationError, match="torchrun's ranks"):
         by_controller(config)
     config.scheduler.type = "ray"
-    with pytest.raises(ConfigurationError, match="scheduler.type=local"):
+    with pytest.raises(ConfigurationError, match=r"scheduler\.type=local"):
         by_controller(config)
 
 
@@ -229,14 +255,14 @@ def is_in(names):
 def test_adapters_are_refused_where_workers_take_whole_models(tmp_path):
     config = room.configuration(tmp_path, {"actor.use_lora": True, "actor.lora_rank": 4})
     config.scheduler.type = "local"
-    with pytest.raises(ConfigurationError, match="actor.use_lora"):
+    with pytest.raises(ConfigurationError, match=r"actor\.use_lora"):
         arrange_room(config)
 
 
 def test_a_whole_batch_that_workers_cant_share_is_refused_before_they_start(tmp_path):
     keys = {"train_dataset.batch_size": 5, "metronome.rollout_source": "bounded"}
     config = room.configuration(tmp_path, keys)
-    with pytest.raises(ConfigurationError, match="train_dataset.batch_size"):
+    with pytest.raises(ConfigurationError, match=r"train_dataset\.batch_size"):
         check_controller(config, read(config), 2)
     check_controller(config, read(config), 5)
     config.metronome["rollout_source"] = "periodic"
@@ -289,3 +315,42 @@ def test_a_configuration_of_a_class_that_no_worker_has_travels_as_one_that_it_ha
 def test_a_critics_workers_keep_rows_apart(tmp_path):
     critic = MetronomeCritic.as_controller(room.configuration(tmp_path).actor, None)
     assert critic.train_engine is MetronomeCritic
+
+
+class Finishing:
+    """A flow whose groups finish in these numbers."""
+
+    def __init__(self, *counts):
+        self.counts, self.taken = list(counts), 0
+
+    def complete(self):
+        return not self.counts
+
+    def take(self, most):
+        count = min(most, self.counts.pop(0))
+        self.taken += count
+        return [SimpleNamespace(group={"number": self.taken - count + place}) for place in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("counts", "places", "parts"),
+    [((1, 2, 1, 1), 2, [2, 2, 1]), ((3, 2, 2), 4, [4, 3]), ((1, 2), 1, [1, 2]), ((1,), 2, [1]), ((), 2, [])],
+)
+def test_only_the_last_part_of_a_period_lacks_a_group_for_a_worker(counts, places, parts):
+    made = Parts(Finishing(*counts), Ranks(), 8, places)
+    found = list(iter(made.next, None))
+    assert [len(part) for part in found] == parts
+    assert [one["number"] for part in found for one in part] == list(range(sum(counts)))
+
+
+def test_workers_of_a_trainer_that_didnt_start_are_ended(tmp_path, monkeypatch):
+    ended = []
+
+    def failing(self, config, train_dataset=None, valid_dataset=None):
+        self.scheduler = SimpleNamespace(delete_workers=lambda: ended.append(True))
+        raise RuntimeError("a server didn't come")
+
+    monkeypatch.setattr(HostTrainer, "__init__", failing)
+    with pytest.raises(RuntimeError, match="didn't come"):
+        room.PPOTrainer(room.configuration(tmp_path), room.dataset(tmp_path))
+    assert ended == [True]
