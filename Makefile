@@ -33,7 +33,7 @@ export TOKENIZERS_PARALLELISM := false
 .PHONY: help demo test test-verl test-verl-megatron check bench bench-attention bench-verl core megatron megatron-next \
 	npu-contract local-environment test-environment megatron-environment verl-environment \
 	openrlhf-environment test-openrlhf bench-openrlhf \
-	areal-environment test-areal
+	areal-environment test-areal bench-areal
 
 help:
 	@echo "make demo    train a small model with all four techniques on (Python $(LOCAL_PYTHON), pip)"
@@ -46,6 +46,7 @@ help:
 	@echo "make core    core unit tests on every installed Python ($(CORE_PYTHONS))"
 	@echo "make bench   the benchmarks with a committed JSON"
 	@echo "make bench-attention  shared-prompt attention against separate rows and a peer, about half an hour"
+	@echo "make bench-areal  periodic mode, shared prompts and A-3PO against AReaL's own loop and engine, about 10 minutes (a C++ compiler)"
 	@echo "make bench-openrlhf  periodic mode, shared prompts and A-3PO against OpenRLHF's own trainer and worker, about 10 minutes"
 	@echo "make bench-verl  periodic mode, shared prompts and A-3PO against verl's own trainers and worker, about 12 minutes"
 	@echo "make megatron        tests/megatron on megatron-core 0.16.1 (part of make test)"
@@ -147,3 +148,9 @@ bench-openrlhf: openrlhf-environment
 	OMP_NUM_THREADS=1 $(OPENRLHF)/bin/python benchmarks/openrlhf_periodic.py --out docs/results/openrlhf_periodic.json
 	OMP_NUM_THREADS=2 $(OPENRLHF)/bin/python benchmarks/openrlhf_update.py --out docs/results/openrlhf_update.json
 	$(OPENRLHF)/bin/python benchmarks/openrlhf_table.py
+
+bench-areal: areal-environment
+	OMP_NUM_THREADS=1 $(AREAL)/bin/python benchmarks/areal_periodic.py --out docs/results/areal_periodic.json
+	OMP_NUM_THREADS=2 $(AREAL)/bin/python benchmarks/areal_update.py --out docs/results/areal_update.json
+	OMP_NUM_THREADS=2 $(AREAL)/bin/python benchmarks/areal_tree.py --layers 6 --repeats 2 --rounds 1 --out docs/results/areal_tree.json
+	$(AREAL)/bin/python benchmarks/areal_table.py

@@ -67,7 +67,8 @@ class MetronomeActor(RowsApart, SharedPromptActor):
 
     def compute_logp(self, data: list[dict[str, Any]]) -> list[torch.Tensor]:
         """AReaL's, whatever the rows of each rank: a part may have fewer than ``mb_spec`` asks micro-batches for."""
-        found: list[torch.Tensor] = super().compute_logp(self.metronome_level(data))
+        level = self.metronome_here if self._sharing is not None else self.metronome_level  # that cuts as it needs
+        found: list[torch.Tensor] = super().compute_logp(level(data))
         return found[: len(data)]
 
     # --- parts of a batch -----------------------------------------------------------------------------

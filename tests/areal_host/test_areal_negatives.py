@@ -1,4 +1,4 @@
-"""What can't be right stops the run: one line with exit code 2 before anything is made, or an error in the first step."""
+"""What can't be right stops the run: a line with exit code 2 before anything is made, or an error in the first step."""
 
 import json
 

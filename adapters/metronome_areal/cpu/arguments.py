@@ -56,6 +56,8 @@ def arrange(config: Any) -> list[str]:
     for name in ("actor", "ref", "critic"):
         if getattr(config, name) is not None:
             _engine(config, name, notes, workers)
+    if config.teacher is not None and config.teacher.engine_type == "train":
+        _engine(config, "teacher.train", notes, workers)
     way = "go through files" if workers else "are copied in the process"
     put(config, "actor.weight_update_mode", "disk", notes, f"weights {way} {ROOM}, not over NCCL")
     refuse(
@@ -95,7 +97,7 @@ def arrange(config: Any) -> list[str]:
 
 
 def _engine(config: Any, name: str, notes: list[str], workers: bool) -> None:
-    engine = getattr(config, name)
+    engine = _of(config, name)
     backend = str(engine.backend)
     allocation = ModelAllocation.from_str(backend, name=name)
     refuse(
