@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from areal.api.alloc_mode import ModelAllocation
+
 from metronome.contracts import RunFacts
 from metronome.errors import ConfigurationError
 from metronome_areal.arguments import WHERE, put, refuse
@@ -152,6 +154,14 @@ def _one_step(config: Any, part: Part, notes: list[str]) -> None:
         "actor.mask_no_eos_with_zero",
         True,
         "false",
+    )
+    size = ModelAllocation.from_str(str(actor.backend), name="actor").parallel
+    refuse(
+        size.tensor_parallel_size * size.context_parallel_size > 1,
+        f"{name}: tensor and context parallelism aren't tested with parts of a batch",
+        "actor.backend",
+        str(actor.backend),
+        f"fsdp:d{size.world_size}",
     )
     refuse(
         actor.m2_threshold is not None,

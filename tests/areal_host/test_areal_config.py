@@ -120,6 +120,7 @@ REFUSED = [
     ),
     (PERIODIC | {"actor.mask_no_eos_with_zero": True}, "widest rows", "actor.mask_no_eos_with_zero", "false"),
     (PERIODIC | {"actor.m2_threshold": 0.1}, "M2PO", "actor.m2_threshold", "leave actor.m2_threshold out"),
+    (PERIODIC | {"actor.backend": "fsdp:d2t2"}, "tensor and context parallelism", "actor.backend", "fsdp:d4"),
     (PERIODIC | {"actor.mb_spec.granularity": 4}, "as many rows as its groups", "actor.mb_spec.granularity", "1"),
     (PERIODIC | {"metronome.periodic.audit_every": 2}, "audit", "metronome.periodic.audit_every", "leave it out"),
     (PERIODIC | {"dynamic_bs": True}, "arrival", "dynamic_bs", "false"),
