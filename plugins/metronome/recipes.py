@@ -156,7 +156,7 @@ def host_of(recipe: Mapping[str, Any], where: str) -> str:
             "a recipe must name its host",
             found=name,
             where=f"{where}: host",
-            remedy=f"host: {next(iter(known), 'local')}",
+            remedy=f"host: {' | '.join(known) or 'local'}",
         )
     if name not in known:
         raise ConfigurationError("no such host", found=name, where=f"{where}: host", remedy=nearest(name, known))

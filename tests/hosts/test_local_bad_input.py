@@ -132,7 +132,7 @@ RECIPE = [
     Case("not YAML", ("not valid YAML", "line"), text="training: [1\nhost: local"),
     Case("a repeated key", ("stands twice", "'host'"), text="host: local\nhost: local"),
     Case("not a mapping", ("must be a mapping", "'list'"), text="- host: local"),
-    Case("no host", ("must name its host", "host: local"), text="training: {periods: 1}"),
+    Case("no host", ("must name its host", "host: ", "local"), text="training: {periods: 1}"),
     Case("unknown host", ("no such host", "'locl'", "use 'local'"), arguments=("host=locl",)),
     Case(
         "missing recipe",
