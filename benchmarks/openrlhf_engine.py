@@ -10,37 +10,13 @@ Every batch has the same response lengths, in the order of the requests; tokens 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import json
-import math
 import os
-import random
 from types import SimpleNamespace
 
+from simulated import lengths, response
+
 WORK = "METRONOME_BENCHMARK_WORK"
-TOKENS = (3, 97)  # the tiny tokenizer's letters
-SPREAD = 0.6  # of the logarithm of a length
-
-
-def lengths(count, longest):
-    """Lognormal lengths from ``longest / 16`` to ``longest``, a quarter of it in the middle: some are stragglers."""
-    draw = random.Random(0)
-    found = [draw.lognormvariate(math.log(longest / 4), SPREAD) for _ in range(count)]
-    return [round(min(max(one, longest / 16, 1), longest)) for one in found]
-
-
-def decode_steps(found, slots):
-    """Steps in which ``slots`` requests at a time, first come first served, decode them all."""
-    free = [0] * slots
-    for length in found:
-        heapq.heappush(free, heapq.heappop(free) + length)
-    return max(free)
-
-
-def response(number, longest_of_all):
-    """The tokens of a run's ``number``-th request; ``longest_of_all`` are the lengths of a batch."""
-    draw = random.Random(number)
-    return [draw.randint(*TOKENS) for _ in range(longest_of_all[number % len(longest_of_all)])]
 
 
 class Engine:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import workers  # of tests/openrlhf_host; attaches the CPU room
 from bench_common import in_turns
-from openrlhf_engine import lengths, response
+from simulated import lengths, response
 
 
 def groups(work: dict[str, Any], prompt: int) -> list[list[Any]]:

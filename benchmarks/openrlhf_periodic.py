@@ -26,7 +26,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "openrlhf_host"))
 
-from openrlhf_engine import WORK, decode_steps, lengths
+from openrlhf_engine import WORK
+from simulated import balanced, lengths
 
 from metronome.periodic.closed_form import periodic_seconds, speed_bound, synchronous_seconds
 
@@ -70,7 +71,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         made.prompts.write_text(line * (arguments.prompts * (1 + arguments.steps)))
         beside = passes(made.model, work, TOKENS)
         if work["delay"] is None:
-            work["delay"] = balanced(beside["whole"], work)
+            found = lengths(work["prompts"] * work["size"], work["longest"])
+            work["delay"] = balanced(beside["whole"], found, work["slots"])
         runs = {kind: run(kind, work, made, Path(folder)) for kind in KINDS}
     return {
         "machine": {"cores": os.cpu_count(), "processor": platform.processor() or platform.machine()},
@@ -79,11 +81,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         **figures(runs, work, beside),
         "runs": runs,
     }
-
-
-def balanced(training: float, work: Mapping[str, Any]) -> float:
-    """Seconds a token with which generation takes as long as ``training`` seconds."""
-    return round(training / decode_steps(lengths(work["prompts"] * work["size"], work["longest"]), work["slots"]), 5)
 
 
 def flags(kind: str, work: Mapping[str, Any], assets: Any, folder: Path) -> list[str]:

@@ -106,6 +106,13 @@ def _loss(config: Any, part: Part, notes: list[str]) -> None:
     ):
         refuse(on, f"{name}: {why}", f"actor.{key}", getattr(actor, key), f"leave actor.{key} out")
     refuse(config.teacher is not None, f"{name}: a teacher's loss isn't added", "teacher", "set", "teacher=null")
+    refuse(
+        part.selection.loss.keeps_proximal and actor.ppo_n_minibatches > 1,
+        f"{name}: AReaL visits a row once an update, so that a kept proximal policy is that of its own mini-batch",
+        "actor.ppo_n_minibatches",
+        actor.ppo_n_minibatches,
+        f"1, or {WHERE}.a3po.proximal=recompute",
+    )
     method = "recompute" if part.selection.loss.needs_proximal_forward else "loglinear"
     put(config, "actor.use_decoupled_loss", True, notes, f"{name} gets the engines' log-probs")
     passes = "a" if method == "recompute" else "no"

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from areal.infra.rpc.rtensor import RTensor
@@ -226,20 +227,22 @@ def versions_of(group: dict[str, Any]) -> list[int]:
 
 
 def stats_of(group: dict[str, Any], task: Task, largest: int) -> GroupStats:
-    """What a group controller is told of a group."""
-    lengths = group["loss_mask"].sum(1).tolist()
+    """What a group controller is told of a group; a row is truncated if one of its turns has ``largest`` tokens."""
+    masks = group["loss_mask"].bool()
+    lengths = masks.sum(1).tolist()
     return GroupStats(
         size=task.size,
         lengths=[int(one) for one in lengths],
-        truncated=[int(one) >= largest for one in lengths],
+        truncated=[_longest_turn(mask.tolist()) >= largest for mask in masks],
         rewards=[float(one) for one in group["rewards"]],
         start=task.start,
         end=time.monotonic() if task.end is None else task.end,
     )
 
 
-def _here(value: Any) -> Any:
-    return value.to_local() if isinstance(value, RTensor) else value
+def _longest_turn(mask: list[bool]) -> int:
+    """The longest stretch of trained tokens."""
+    return max((len(list(run)) for trained, run in groupby(mask) if trained), default=0)
 
 
 def _dispatcher(rollout: Any) -> Any:

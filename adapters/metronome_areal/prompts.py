@@ -19,7 +19,6 @@ class Prompts:
 
     Attributes:
         out: tells which prompts were taken and aren't trained; set by the flow.
-        states: named objects with ``state_dict`` and ``load_state_dict`` that travel with it.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -28,8 +27,6 @@ class Prompts:
         self._batches: Iterator[Any] | None = None
         self._epoch = 0
         self.out: Callable[[], list[dict[str, Any]]] = list
-        self.states: dict[str, Any] = {}
-        self._loaded: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -56,11 +53,7 @@ class Prompts:
 
     def state_dict(self) -> dict[str, Any]:
         """AReaL's, and ours under ``metronome``: prompts that are out, then those of a batch that was opened."""
-        own = {
-            "prompts": [*self.out(), *self._here],
-            "epoch": self._epoch,
-            "states": {name: one.state_dict() for name, one in self.states.items()},
-        }
+        own = {"prompts": [*self.out(), *self._here], "epoch": self._epoch}
         return {**self._loader.state_dict(), KEY: own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -72,10 +65,3 @@ class Prompts:
             return
         self._here = deque(own["prompts"])
         self._epoch = int(own["epoch"])
-        self._loaded = own["states"]
-
-    def attach(self, name: str, state: Any) -> None:
-        """``state`` travels with the checkpoint under ``name``; what was loaded for it is restored."""
-        self.states[name] = state
-        if name in self._loaded:
-            state.load_state_dict(self._loaded[name])

@@ -70,6 +70,12 @@ REFUSED = [
         "actor.use_sapo_loss",
         "leave actor.use_sapo_loss out",
     ),
+    (
+        A3PO | {"metronome.a3po.proximal": "reuse", "actor.ppo_n_minibatches": 2},
+        "visits a row once",
+        "actor.ppo_n_minibatches",
+        "recompute",
+    ),
     (A3PO | {"actor.m2_threshold": 0.1}, "M2PO", "actor.m2_threshold", "leave actor.m2_threshold out"),
     (A3PO | {"actor.enable_tree_training": True}, "how long their rows", "actor.enable_tree_training", "leave"),
     (A3PO | REJECTION, "both weigh samples", "actor.rejection_sampling", "leave actor.rejection_sampling out"),

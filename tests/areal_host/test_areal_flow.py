@@ -16,7 +16,7 @@ from areal.api import RolloutWorkflow
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from metronome.contracts import StepStats
-from metronome.errors import ConfigurationError, MetronomeError, VersionMismatch, WaitTimeout
+from metronome.errors import MetronomeError, VersionMismatch, WaitTimeout
 from metronome.periodic.sources import Bounded, Periodic, Synchronous
 from metronome.sagc.controller import SagcController
 from metronome.sagc.options import SagcOptions
@@ -236,6 +236,15 @@ def test_a_groups_versions_are_those_of_trained_tokens_or_else_of_sampled_ones()
     assert (stats.start, stats.end) == (1.0, task.end)
 
 
+def test_a_row_is_truncated_if_one_of_its_turns_is_and_not_for_their_sum():
+    (group,) = room.random_groups([2], prompt=4, response=10)
+    group["loss_mask"][:] = torch.tensor([0] * 4 + [1] * 10)
+    group["loss_mask"][0, 9] = 0  # a tool's token: turns of 5 and 4
+    stats = stats_of(group, Task({}, 2, 1.0), largest=6)
+    assert stats.lengths == [9, 10]
+    assert stats.truncated == [False, True]
+
+
 def prompts_of(shuffle):
     loader = StatefulDataLoader(list(range(10)), batch_size=4, shuffle=shuffle, drop_last=True, collate_fn=list)
     return Prompts(loader)
@@ -255,17 +264,14 @@ def test_a_checkpoint_gives_the_prompts_that_were_out_and_then_those_that_would_
     prompts = prompts_of(shuffle)
     taken_ = [next(prompts) for _ in range(6)]
     prompts.out = lambda: taken_[4:]
-    prompts.attach("source", Bounded(1))
     state = prompts.state_dict()
     rest = [next(prompts) for _ in range(2)]
     again = prompts_of(shuffle)
     again.load_state_dict(state)
-    again.attach("source", Bounded(1))
     assert [next(again) for _ in range(4)] == [*taken_[4:], *rest]
     other = prompts_of(shuffle)
     other.load_state_dict(state)
-    with pytest.raises(ConfigurationError, match="another rollout source"):
-        other.attach("source", Periodic())
+    assert next(other) == taken_[4]
     other.load_state_dict(prompts_of(shuffle)._loader.state_dict())  # of a run without us
     assert next(other) in range(10)
 

@@ -23,6 +23,7 @@ import openrlhf_periodic
 import openrlhf_table
 import openrlhf_timed
 import openrlhf_update
+import simulated
 import torch
 from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
@@ -51,20 +52,6 @@ def one_thread():
 # --- the engine ---------------------------------------------------------------------------------------
 
 
-def test_lengths_are_always_the_same_and_some_are_stragglers():
-    found = openrlhf_engine.lengths(128, 128)
-    assert found == openrlhf_engine.lengths(128, 128)
-    assert len(found) == 128
-    assert 8 <= min(found) <= max(found) <= 128
-    assert max(found) > 3 * sorted(found)[64]
-
-
-def test_decode_steps_are_those_of_slots_that_are_filled_again_at_once():
-    assert openrlhf_engine.decode_steps([4, 1, 1, 1], 1) == 7
-    assert openrlhf_engine.decode_steps([4, 1, 1, 1], 2) == 4
-    assert openrlhf_engine.decode_steps([1, 1, 1, 4], 2) == 5
-
-
 def test_the_engine_decodes_as_many_at_a_time_as_it_has_slots_and_every_batch_takes_as_long():
     async def batch(engine):
         now = asyncio.get_running_loop().time
@@ -82,10 +69,10 @@ def test_the_engine_decodes_as_many_at_a_time_as_it_has_slots_and_every_batch_ta
         return found, engine.output_processor.get_num_unfinished_requests()
 
     (first, second), running = asyncio.run(batches())
-    wanted = openrlhf_engine.lengths(8, 32)
+    wanted = simulated.lengths(8, 32)
     for found in (first, second):
         assert [len(output.token_ids) for _, output in found] == wanted
-        least = 0.004 * openrlhf_engine.decode_steps(wanted, 3)
+        least = 0.004 * simulated.decode_steps(wanted, 3)
         assert least <= max(seconds for seconds, _ in found) < 0.004 * sum(wanted)
     assert first[0][1].token_ids != second[0][1].token_ids
     assert running == 0
@@ -113,7 +100,7 @@ def test_the_rollout_actor_gets_the_engine_and_openrlhfs_own_executor(monkeypatc
     made = _load_agent_executor(openrlhf_engine.__file__)
     assert made.reward_func(["1+1=2"], ["1+1="], ["2"])["rewards"] == 2.0
     engine = vllm.AsyncLLMEngine.from_engine_args(None)
-    assert engine.lengths == openrlhf_engine.lengths(8, 32)
+    assert engine.lengths == simulated.lengths(8, 32)
 
 
 # --- the stopwatch ------------------------------------------------------------------------------------
@@ -264,13 +251,6 @@ def test_other_work_shows():
     assert found["response_lengths"] == [8.5, 9.5]
 
 
-def test_the_delay_makes_generation_as_long_as_training():
-    lengths = openrlhf_engine.lengths(8, 32)
-    delay = openrlhf_periodic.balanced(3.0, WORK)
-    assert delay * openrlhf_engine.decode_steps(lengths, 3) == pytest.approx(3.0, rel=1e-3)
-    assert openrlhf_periodic.balanced(3.0, {**WORK, "slots": 8}) == pytest.approx(3.0 / max(lengths), rel=1e-3)
-
-
 def test_both_runs_get_the_same_flags_but_for_periodic_mode(tmp_path):
     made = assets.Assets(tmp_path / "model", tmp_path / "prompts", tmp_path / "reward.py")
     found = {}
@@ -303,7 +283,7 @@ def test_parts_and_the_whole_are_both_timed(tmp_path):
     assert found["parts"] > 0
     groups = openrlhf_passes.groups(WORK, 9)
     lengths = [int(row.response_length[0]) for group in groups for row in group]
-    assert lengths == openrlhf_engine.lengths(8, 32)
+    assert lengths == simulated.lengths(8, 32)
 
 
 # --- the update ---------------------------------------------------------------------------------------
