@@ -41,7 +41,7 @@ help:
 	@echo "make test-verl   tests/verl_host: verl's real workers, then its main_ppo on a CPU (part of make test)"
 	@echo "make test-verl-megatron  verl's Megatron engine on a CPU (part of make test-verl)"
 	@echo "make test-openrlhf   tests/openrlhf_host: OpenRLHF's real workers, then its main with vLLM on a CPU (part of make test)"
-	@echo "make test-areal   tests/areal_host: AReaL's real engine and trainer on a CPU (not yet part of make test)"
+	@echo "make test-areal   tests/areal_host: AReaL's real engine and trainer on a CPU (part of make test)"
 	@echo "make check   lint, types, import rules, unit and contract tests"
 	@echo "make core    core unit tests on every installed Python ($(CORE_PYTHONS))"
 	@echo "make bench   the benchmarks with a committed JSON"
@@ -82,7 +82,7 @@ check: test-environment
 	$(LOCAL)/bin/lint-imports
 	OMP_NUM_THREADS=1 $(LOCAL)/bin/pytest tests/unit tests/contract --cov=metronome --cov-report=term:skip-covered
 
-test: core megatron test-verl test-openrlhf test-environment
+test: core megatron test-verl test-openrlhf test-areal test-environment
 	OMP_NUM_THREADS=1 $(LOCAL)/bin/pytest tests --timeout=900 --cov=metronome --cov=metronome_local --cov-report=term:skip-covered
 
 core:

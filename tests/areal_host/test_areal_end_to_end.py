@@ -78,9 +78,10 @@ def pairs_generated(groups):
     )
 
 
-def test_periodic_a3po_and_sagc_together_and_g_moves(folder):
+def test_all_four_hooks_together_in_periodic_mode_and_g_moves(folder):
     keys = A3PO | {
         "metronome.rollout_source": "periodic",
+        "metronome.attention": "shared_prompt",
         "metronome.group_controller": "sagc",
         "metronome.sagc": {
             "sizes": [2, 4, 8],
@@ -104,6 +105,12 @@ def test_periodic_a3po_and_sagc_together_and_g_moves(folder):
         assert one.of("metronome/group_controller/straggler_rate") != [0.0] * 4
         assert all(calls > 0 for calls in one.of("metronome/loss/calls"))
         assert one.of("metronome/loss/staleness_max") == [0.0] * 4
+        assert all(
+            fed < separate
+            for fed, separate in zip(
+                one.of("metronome/attention/tokens_fed"), one.of("metronome/attention/tokens_separate"), strict=True
+            )
+        )
         assert one.of("metronome/weights/changed") == [1.0] * 4
         assert pairs_trained(one.batches) == pairs_generated(one.groups)
 
