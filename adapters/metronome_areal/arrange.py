@@ -12,7 +12,7 @@ from metronome_areal.arguments import WHERE, put, refuse
 from metronome_areal.config import Part
 from metronome_areal.flow import NEVER
 from metronome_areal.queueing import keep_bound, own_batches
-from metronome_areal.sharing import share_prompts
+from metronome_areal.sharing import of_whole_groups, share_prompts
 
 _KEYS = {"accumulation_dtype": "actor.optimizer_dtype=float32", "dropout": "actor.disable_dropout=true"}
 
@@ -36,11 +36,12 @@ def arrange(config: Any, part: Part) -> list[str]:
         own_batches(config, part)
         notes += keep_bound(config, part)
         bound = config.rollout.max_head_offpolicyness
-        why = "metronome's rollout source owns admission"
+        owner = "rollout source" if "rollout_source" in part.block else "group controller"
+        why = f"metronome's {owner} owns admission"
         if part.mode == "synchronous" and 0 < bound < NEVER:
             why += f"; a batch is of one version: {WHERE}.rollout_source=bounded keeps your {bound}"
         put(config, "rollout.max_head_offpolicyness", NEVER, notes, why)
-    return notes
+    return [*notes, *of_whole_groups(config, part)]  # of what the modes left
 
 
 def _versions(config: Any) -> None:

@@ -21,12 +21,20 @@ def _heard(load: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(load)
     def wrapped(argv: list[str], config_cls: Any) -> Any:
-        from metronome_areal.config import read, with_block
+        from areal.api import cli_args
+        from omegaconf import OmegaConf
 
+        from metronome_areal.config import read, with_block
+        from metronome_areal.paths import check_paths
+
+        argv = overrides(argv)
         with refused(with_block(config_cls), "AReaL's configuration"):
-            found, path = load(overrides(argv), config_cls)
-        read(found)
-        return found, path
+            written, _ = cli_args.parse_cli_args(argv)
+            config: Any = OmegaConf.to_object(cli_args.to_structured_cfg(written, config_cls))
+        read(config)  # before AReaL leaves its copy among the run's logs
+        check_paths(config)
+        with refused(with_block(config_cls), "AReaL's configuration"):
+            return load(argv, config_cls)
 
     return wrapped
 

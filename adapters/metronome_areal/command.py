@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from metronome.errors import ConfigurationError
 from metronome_areal.host import VERSIONS
 from metronome_areal.keys import BLOCK, refused
@@ -51,6 +53,16 @@ def _value(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{key}:{_value(one)}' for key, one in value.items())}}}"
     return json.dumps(value)
+
+
+def names_of(args: Mapping[str, Any]) -> tuple[str, str]:
+    """The experiment and the trial under which AReaL keeps its recovery checkpoints."""
+    written = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+
+    def name(key: str) -> str:
+        return str(args.get(f"recover.{key}", args.get(key, written[key])))
+
+    return name("experiment_name"), name("trial_name")
 
 
 def installed() -> bool:

@@ -170,7 +170,9 @@ def _in_flight(found: Any, mode: str) -> str:
             f"nothing runs at a publication in mode {mode}" if mode != "bounded" else "unknown value",
             found=found,
             where=f"{WHERE}.in_flight",
-            remedy=nearest(str(found), allowed),
+            remedy=nearest(str(found), allowed)
+            if mode == "bounded" or found not in IN_FLIGHT
+            else f"{WHERE}.rollout_source=bounded, or leave {WHERE}.in_flight out",
         )
     return str(found)
 

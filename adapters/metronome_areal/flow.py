@@ -181,17 +181,25 @@ class PromptFlow:
         for number, result in results.items():
             self._arrived(self._running.pop(number), result.data)
 
+    def _failure(self) -> tuple[str, str]:
+        """Why groups come to nothing, as far as this process knows, and what to do."""
+        if self.cause is not None:
+            return f": {type(self.cause).__name__}: {self.cause}", "AReaL's log has each error with its traceback"
+        if getattr(self._rollout, "workflow_executor", None) is None:  # members run in AReaL's workers
+            return "", "the workers' logs have each error with its traceback; None of a workflow refuses its sample"
+        return ": the workflow returned None for each", "return a sample: None of a workflow refuses it"
+
     def _arrived(self, task: Task, result: Any) -> None:
         if result is None:
             self._failed_in_a_row += 1
             self.failed += 1
             if self._failed_in_a_row > 4 * self.batch:
-                cause = "" if self.cause is None else f": {type(self.cause).__name__}: {self.cause}"
+                cause, remedy = self._failure()
                 raise MetronomeError(
                     f"every group fails{cause}",
                     found=f"{self._failed_in_a_row} in a row without a result",
                     where="the workflow's arun_episode",
-                    remedy="AReaL's log has each error with its traceback",
+                    remedy=remedy,
                 ) from self.cause
             return
         self._failed_in_a_row = 0

@@ -26,6 +26,7 @@ _EXPECTED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "total_epochs",
         ),
     ),
+    ("areal.trainer.rl_trainer", "PPOTrainer.__exit__", ("self", "exc_type", "exc_value", "traceback")),
     ("areal.trainer.rl_trainer", "PPOTrainer._create_train_engine", ("self", "actor_config", "alloc")),
     ("areal.trainer.rl_trainer", "PPOTrainer._init_rollout", ("self", "rollout_config", "is_eval", "lora_path")),
     ("areal.trainer.ppo.actor", "PPOActor.compute_advantages", ("self", "data")),

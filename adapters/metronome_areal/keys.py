@@ -19,6 +19,19 @@ def overrides(arguments: Sequence[str]) -> list[str]:
     return [f"++{one}" if one.startswith((f"{BLOCK}.", f"{BLOCK}=")) else one for one in arguments]
 
 
+def refuse_twice(arguments: Sequence[str]) -> None:
+    """Raises ConfigurationError for a key of ours that is given twice with different values: Hydra takes the last."""
+    given: dict[str, str] = {}
+    for one in arguments:
+        key, sign, value = one.lstrip("+").partition("=")
+        if not sign or not key.startswith(f"{BLOCK}."):
+            continue
+        if given.setdefault(key, value) != value:
+            raise ConfigurationError(
+                "this key is given twice", found=f"{given[key]}, then {value}", where=key, remedy="give it once"
+            )
+
+
 @contextlib.contextmanager
 def refused(kind: type[Any], where: str) -> Iterator[None]:
     """Whatever Hydra, OmegaConf and AReaL's classes raise about a configuration becomes one ConfigurationError.
@@ -55,6 +68,7 @@ def _section(hint: Any) -> Any:
 def _told(error: Exception, kind: type[Any], where: str) -> ConfigurationError:
     cause: Any = error.__cause__ if getattr(error.__cause__, "full_key", None) else error
     key = re.sub(r"\[\d+\]", "", str(getattr(cause, "full_key", None) or ""))
+    adding = re.search(r"use (\+(\S+?)=.*)$", str(error), flags=re.MULTILINE)
     first = str(cause).partition("\n")[0].rstrip(".")
     path, _, last = key.rpartition(".")
     known = keys_at(kind, path.split(".") if path else [])
@@ -62,8 +76,10 @@ def _told(error: Exception, kind: type[Any], where: str) -> ConfigurationError:
     if last and known and last not in known:
         return ConfigurationError("AReaL has no such key", found=key, where=where, remedy=nearest(last, known))
     if last and cause is not error and not missing:
+        # OmegaConf names the first part that isn't there; Hydra, the override as it would be taken.
+        whole, override = (adding[2], adding[1]) if adding else (key, f"+{key}=VALUE")
         return ConfigurationError(
-            "the YAML has no such key to override", found=key, where=where, remedy=f"+{key}=VALUE adds it"
+            "the YAML has no such key to override", found=whole, where=where, remedy=f"{override} adds it"
         )
     if missing:
         word = first.rpartition(" ")[2].strip("`'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ from typing import Any
 import yaml
 
 from metronome.errors import ConfigurationError, MetronomeError
-from metronome_areal.keys import BLOCK, overrides
+from metronome_areal.keys import BLOCK, overrides, refuse_twice
 
 WHERE = "python -m metronome_areal"
 
@@ -35,7 +36,7 @@ keys of metronome (the block `metronome:` of the YAML, or overrides):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the script; returns 0, or the code of a MetronomeError with one line on stderr.
+    """Runs the script; returns 0, or the code of a MetronomeError, or 130 after Ctrl-C, with one line on stderr.
 
     What the script raises otherwise goes through.
     """
@@ -47,6 +48,9 @@ def main(arguments: Sequence[str]) -> int:
     except MetronomeError as error:
         print(f"metronome: error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("metronome: error: interrupted", file=sys.stderr, flush=True)
+        return 130
     return 0
 
 
@@ -59,6 +63,7 @@ def run(script: str, rest: Sequence[str]) -> None:
         raise ConfigurationError("there is no such script", found=script, where=WHERE, remedy="user_script.py first")
     if find_spec("areal") is None:
         raise ConfigurationError("AReaL isn't installed", where=WHERE, remedy="pip install 'areal==1.0.4'")
+    refuse_twice(rest)
     config = _config(rest)
     if _written(f"{BLOCK}.cpu", rest, config) is True:
         from metronome_areal import cpu
@@ -70,6 +75,8 @@ def run(script: str, rest: Sequence[str]) -> None:
 
     check_host()
     bind.install()
+    # Ctrl-C reaches the processes of rewards and of the data, too: they end without a traceback of their own.
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     sys.argv = [script, *overrides(rest)]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     runpy.run_path(script, run_name="__main__")

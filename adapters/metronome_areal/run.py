@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import shlex
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 from metronome.errors import ConfigurationError
 from metronome.host_process import Room, places, refuse_compare, run_folder, start
 from metronome.overlays import Machine, layered, parse_layered, typed_settings
-from metronome_areal.command import SCRIPT, arguments_of, installed, validate
+from metronome_areal.command import SCRIPT, arguments_of, installed, names_of, validate
 from metronome_areal.recipe import Recipe
 from metronome_areal.smoke import FILES, MODULE, keys, room_environment
 
@@ -48,7 +49,7 @@ def run(
         print(" \\\n  ".join([f"python -m {_MAIN} {shlex.quote(str(SCRIPT))}", *map(shlex.quote, arguments)]))
         print("Nothing was started.")
         return 0
-    _check_checkpoints(output, resume)
+    _check_checkpoints(output, resume, names_of(args))
     if room is None:
         return start(command, os.environ)
     from metronome_areal.cpu.assets import make
@@ -77,9 +78,17 @@ def _validated(arguments: list[str], where: str, dry_run: bool) -> list[str]:
     )
 
 
-def _check_checkpoints(output: str | None, resume: str | None) -> None:
-    """AReaL's recovery goes on by itself where a run was saved: whether that is wanted is said by the flag."""
-    found = resume is not None and any(Path(resume).glob("checkpoints/*/*/*/recover_info/step_info.json"))
+def _check_checkpoints(output: str | None, resume: str | None, names: tuple[str, str]) -> None:
+    """AReaL's recovery goes on by itself where this experiment was saved: whether that is wanted is said by the flag.
+
+    AReaL looks under the user's name, the experiment's and the trial's, and begins anew where it finds nothing.
+    """
+    folder = output if resume is None else resume
+    if folder is None:
+        return
+    saved = Path(folder).glob("checkpoints/*/*/*/recover_info/step_info.json")
+    found = sorted("/".join(path.parts[-5:-2]) for path in saved)
+    mine = "/".join((getpass.getuser(), *names))
     if resume is not None and not found:
         raise ConfigurationError(
             "no recovery checkpoint of AReaL's to go on from",
@@ -87,7 +96,14 @@ def _check_checkpoints(output: str | None, resume: str | None) -> None:
             where="--resume",
             remedy="the folder that --output named, once AReaL has written checkpoints/USER/NAME/TRIAL/recover_info",
         )
-    if output is not None and any(Path(output).glob("checkpoints/*/*/*/recover_info/step_info.json")):
+    if resume is not None and mine not in found:
+        raise ConfigurationError(
+            f"the checkpoint is of another experiment: this recipe's would be {mine}",
+            found=", ".join(found),
+            where=f"--resume {resume}",
+            remedy="the recipe and the args.trial_name that wrote it, or --output to begin this one",
+        )
+    if resume is None and mine in found:
         raise ConfigurationError(
             "there is a run in this folder, which AReaL would go on with",
             found=output,

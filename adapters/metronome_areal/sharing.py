@@ -23,11 +23,15 @@ def share_prompts(config: Any, part: Any, notes: list[str]) -> None:
     teacher = config.teacher
     if teacher is not None and teacher.engine_type == "train":
         _engine(config, "teacher.train", host, notes)
-    if config.actor.ppo_n_minibatches > 1:
-        notes.append(
-            f"actor.ppo_n_minibatches={config.actor.ppo_n_minibatches}: minibatches are made of whole groups, a group"
-            " is cut where there are fewer"
-        )
+
+
+def of_whole_groups(config: Any, part: Any) -> list[str]:
+    """A line where a step gets other rows than stock AReaL's."""
+    count = config.actor.ppo_n_minibatches
+    if not part.shares_prompt or count <= 1:
+        return []
+    what = "minibatches are made of whole groups, a group is cut where there are fewer"
+    return [f"actor.ppo_n_minibatches={count}: {what}"]
 
 
 def _engine(config: Any, name: str, host: str, notes: list[str]) -> None:

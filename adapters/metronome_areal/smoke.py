@@ -39,6 +39,7 @@ CPU_ROOM: dict[str, Any] = {
     "cluster.n_gpus_per_node": 1,
     "cluster.n_nodes": 1,
     "scheduler.type": None,
+    "recover.freq_steps": 2,
     "saver.freq_epochs": None,
     "saver.freq_steps": None,
     "evaluator.freq_epochs": None,

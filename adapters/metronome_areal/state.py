@@ -18,7 +18,7 @@ from metronome_areal.config import Part
 from metronome_areal.prompts import KEY, Prompts
 
 _WHERE = "recover.mode"
-_AGAIN = "recover.mode=off, or a trial_name of its own"
+_AGAIN = "recover.mode=off or a trial_name of its own (metronome run: args.trial_name=NAME with --output FOLDER)"
 
 
 class KeptPrompts(Prompts):

@@ -11,6 +11,7 @@ from areal.trainer.rl_trainer import PPOTrainer as HostTrainer
 from areal.utils.dynamic_import import import_from_string
 from areal.utils.environ import is_single_controller
 
+from metronome_areal.arguments import WHERE, refuse
 from metronome_areal.arrange import arrange
 from metronome_areal.bounded import BoundedActor, BoundedFlow, manager_of
 from metronome_areal.clip import told_of_clip
@@ -21,6 +22,7 @@ from metronome_areal.host import check_host
 from metronome_areal.in_flight import Anew, Finishing
 from metronome_areal.members import Members
 from metronome_areal.parts import Parts, Ranks
+from metronome_areal.paths import check_paths
 from metronome_areal.periodic import FlowActor, PeriodicActor, Reference
 from metronome_areal.state import KeptPrompts, data_of, take
 
@@ -43,6 +45,14 @@ class PPOTrainer(HostTrainer):
         notes = told_of_clip(config.actor, getattr(config, "metronome", None), self.part)
         for line in [*(enter(config) if self.part.room else []), *arrange(config, self.part), *notes]:
             print(f"metronome: {line}", flush=True)
+        check_paths(config)
+        refuse(
+            is_single_controller() and config.scheduler.type is None,
+            "AReaL's single controller starts no workers without a scheduler",
+            "scheduler.type",
+            None,
+            f"{WHERE}.cpu=true for the CPU room, torchrun with AREAL_SPMD_MODE=1, or scheduler.type=local",
+        )
         take(config, self.part, data_of(config, train_dataset))
         try:
             super().__init__(config, train_dataset, valid_dataset)
@@ -57,6 +67,7 @@ class PPOTrainer(HostTrainer):
     @functools.wraps(HostTrainer.train, assigned=())  # its arguments are what check_host sees
     def train(self, workflow: Any = None, *args: Any, dynamic_filter_fn: Any = None, **named: Any) -> None:
         """AReaL's; where groups are ours its actor is a ``FlowActor`` or a ``PeriodicActor`` meanwhile."""
+        self._tell_finished(named.get("total_epochs"))
         if not self.part.owns_rollouts:
             super().train(workflow, *args, dynamic_filter_fn=dynamic_filter_fn, **named)
             return
@@ -76,6 +87,27 @@ class PPOTrainer(HostTrainer):
             super().train(workflow, *args, dynamic_filter_fn=dynamic_filter_fn, **named)
         finally:
             self.actor, self.ref, self.rollout = actor, reference, rollout
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> Any:
+        """AReaL's, which logs what ended the training with its traceback: but for Ctrl-C, which isn't an error."""
+        if exc_type is None or not issubclass(exc_type, KeyboardInterrupt):
+            return super().__exit__(exc_type, exc_value, traceback)
+        try:
+            self.close()
+        except Exception as error:  # a terminal interrupts AReaL's workers too, and they can't be asked to end
+            print(f"metronome: the workers are ended: close() raised {type(error).__name__}", flush=True)
+            if self.scheduler is not None:
+                self.scheduler.delete_workers()
+        return False
+
+    def _tell_finished(self, epochs: int | None) -> None:
+        """A line where the checkpoint is of the last step: AReaL trains none and says nothing."""
+        done = 0 if self.recover_info is None else self.recover_info.last_step_info.global_step + 1
+        most = (epochs or self.config.total_train_epochs) * len(self.train_dataloader)
+        last = min(most, self.config.total_train_steps or most)
+        if done and done >= last:
+            text = f"nothing is left to train: the run is finished, step {done} of {last}"
+            print(f"metronome: {text}; a larger total_train_steps goes on", flush=True)
 
     # --- AReaL's factories ----------------------------------------------------------------------------
 

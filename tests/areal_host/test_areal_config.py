@@ -138,7 +138,12 @@ REFUSED = [
     (SHARED | {"actor.backend": "fsdp:d2t2"}, "cut over ranks", "actor.backend", "fsdp:d4"),
     # ours
     (BOUNDED | {"metronome.in_flight": "abbort"}, "unknown value", "metronome.in_flight", "abort"),
-    (PERIODIC | {"metronome.in_flight": "abort"}, "nothing runs at a publication", "metronome.in_flight", "finish"),
+    (
+        PERIODIC | {"metronome.in_flight": "abort"},
+        "nothing runs at a publication",
+        "metronome.in_flight",
+        "bounded, or",
+    ),
     (A3PO | {"metronome.cpu": "yes"}, "true or false", "metronome.cpu", "metronome.cpu=true"),
     # the CPU room
     *(
@@ -252,6 +257,22 @@ def test_each_setting_that_a_mode_makes_is_printed(keys, lines):
         assert [note for note in notes if f"{name}=" in note], (name, notes)
 
 
+def test_what_is_said_of_minibatches_is_what_they_will_be():
+    many = SHARED | {"actor.ppo_n_minibatches": 4}
+    _, notes = check(many)
+    assert [one for one in notes if "whole groups, a group is cut" in one]
+    config, notes = check(many | PERIODIC)
+    assert config.actor.ppo_n_minibatches == 1
+    assert [one.partition(" ")[0] for one in notes if "ppo_n_minibatches" in one] == ["actor.ppo_n_minibatches=1"]
+
+
+@pytest.mark.parametrize(("keys", "owner"), [(SAGC, "group controller"), (SAGC | BOUNDED, "rollout source")])
+def test_who_owns_admission_is_named(keys, owner):
+    _, notes = check(keys)
+    [line] = [one for one in notes if "max_head_offpolicyness=" in one]
+    assert f"metronome's {owner} owns admission" in line
+
+
 def _flat(place, way=""):
     for name, value in vars(place).items():
         if name == "metronome":
@@ -274,8 +295,16 @@ def test_the_page_names_every_refused_key_and_every_key_of_ours():
     assert {key for key in ours if key not in text} == set()
 
 
+def test_the_page_and_make_say_how_to_enter_the_environment():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    target = makefile.partition("\nareal-environment:")[2].partition("\n\n")[0]
+    [said] = re.findall(r'@echo "(source .*)"', target)
+    assert f"    {said.replace('$(AREAL)', '.venv-areal')}\n" in DOCS.read_text(encoding="utf-8")
+
+
 def test_the_page_names_every_metric_and_no_other():
     text = DOCS.read_text(encoding="utf-8")
+    assert "proximal_error" not in text  # AReaL's batches have no recomputed policy where ours is interpolated
     source = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("adapters/metronome_areal/*.py"))
     emitted = set(re.findall(r"[\"'](metronome/[a-z_]+/[a-z_]+)[\"']", source))
     named = set(re.findall(r"`(metronome/[a-z_/]+)`", text))

@@ -183,6 +183,22 @@ def test_silence_is_an_error_and_arrivals_put_it_off():
         flow.take(9)
 
 
+@pytest.mark.parametrize("here", [True, False], ids=["here", "workers"])
+def test_a_workflow_that_returns_nothing_is_told_apart_from_one_that_fails(here):
+    flow, rollout = flow_of(Periodic())
+    if here:
+        rollout.workflow_executor = rollout
+    flow.open(0, 4, 2)
+    for _ in range(4):
+        rollout.finish(*rollout.prompts(), failed=True)
+        assert taken(flow) == []
+    rollout.finish(*rollout.prompts(), failed=True)
+    with pytest.raises(MetronomeError, match="every group fails") as found:
+        taken(flow)
+    assert ("the workflow returned None for each" in found.value.what) == here
+    assert ("workers' logs" in found.value.remedy) == (not here)
+
+
 def test_a_run_of_failures_is_one_error_with_its_cause():
     flow, rollout = flow_of(Periodic())
     flow.open(0, 4, 2)
@@ -195,6 +211,7 @@ def test_a_run_of_failures_is_one_error_with_its_cause():
         taken(flow)
     assert isinstance(found.value.__cause__, ZeroDivisionError)
     assert flow.failed == 9
+    assert "log has each error" in found.value.remedy
     flow, rollout = flow_of(Periodic())
     flow.open(0, 4, 2)
     for _ in range(20):  # one in two fails: no error

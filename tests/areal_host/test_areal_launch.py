@@ -1,8 +1,10 @@
 """``python -m metronome_areal`` with a user's script: what stands in AReaL's places, what is refused, and real runs."""
 
 import os
+import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,11 +12,14 @@ pytest.importorskip("areal", reason="the AReaL adapter's tests need AReaL (requi
 
 import areal_room as room
 import yaml
+from areal.trainer import rl_trainer
 from areal.trainer.ppo.actor import PPOActor
 
+from metronome.errors import ConfigurationError
 from metronome_areal import host, launch
 from metronome_areal.cpu import assets
 from metronome_areal.keys import keys_at, overrides
+from metronome_areal.paths import check_paths
 from metronome_patches import ledger
 
 # A user's script: AReaL's names, a class of its own, a reward beside it.
@@ -178,12 +183,16 @@ def test_only_our_keys_are_rewritten():
         (["metronome.loss=a3po", "metronome.a3po.capp=4"], ["capp", "use 'cap'"]),
         (["metronome.a3po.cap=4"], ["isn't selected", "'a3po'"]),
         (["metronome.rollout_source=periodik"], ["use 'periodic'"]),
-        (["metronome.in_flight=abort"], ["metronome.in_flight", "finish"]),
+        (["metronome.in_flight=abort"], ["metronome.in_flight", "metronome.rollout_source=bounded, or leave"]),
         (["metronome.cpu=3"], ["true or false"]),
         (["metronom.loss=a3po"], ["'metronom", "use 'metronome'"]),
         (["actor.eps_clp=0.3"], ["'actor.eps_clp'", "use 'eps_clip'"]),
         (["actor.optimizer.lrr=0.3"], ["'actor.optimizer.lrr'", "use 'lr'"]),
-        (["actor.eps_clip=0.3"], ["no such key to override", "+actor.eps_clip=VALUE"]),
+        (["actor.eps_clip=0.3"], ["no such key to override", "+actor.eps_clip=0.3 adds it"]),
+        (["scheduler.type=null"], ["no such key to override", "'scheduler.type'", "+scheduler.type=null adds it"]),
+        (["metronome.loss=a3po", "+metronome.loss=ppo"], ["given twice", "'a3po, then ppo'", "metronome.loss"]),
+        (["actor.path=/nowhere"], ["there is no such folder", "'/nowhere'", "actor.path"]),
+        (["tokenizer_path=./nowhere"], ["there is no such folder", "'./nowhere'", "tokenizer_path"]),
         (["+actor.eps_clip=much"], ["'actor.eps_clip'", "much"]),
         (["+actor.eps_clp=0.3"], ["'actor.eps_clp'", "use 'eps_clip'"]),
         (["actor.adv_norm.mean_level=groop"], ["mean_level must be", "groop"]),
@@ -196,6 +205,73 @@ def test_a_wrong_key_is_one_line(capsys, folder, arguments, words):
     said = refused(capsys, folder, *arguments)
     for word in words:
         assert word in said
+
+
+def test_a_key_given_twice_alike_is_a_key(folder):
+    code, seen = read(folder, "metronome.loss=a3po", "metronome.loss=a3po", "metronome.cpu=true")
+    assert code == 0
+    assert seen["config"].metronome == {"loss": "a3po", "cpu": True}
+
+
+@pytest.mark.parametrize("key", ["metronome.los=a3po", "actor.path=/nowhere"])
+def test_what_is_refused_leaves_nothing_among_the_logs(capsys, folder, tmp_path, key):
+    logs = f"stats_logger.fileroot={tmp_path / 'logs'}"
+    refused(capsys, folder, key, logs)
+    assert not (tmp_path / "logs").exists()
+    assert read(folder, logs)[0] == 0
+    assert (tmp_path / "logs").exists()
+
+
+def test_a_model_that_can_only_be_a_folder_is_one(tmp_path, monkeypatch):
+    (tmp_path / "home" / "model").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "home")
+    there = {key: str(tmp_path / "home" / "model") for key in ("actor", "ref", "critic", "tokenizer_path")}
+
+    def checking(found, kl_ctl=0.1):
+        sections = {key: SimpleNamespace(path=found[key], kl_ctl=kl_ctl) for key in ("actor", "ref", "critic")}
+        check_paths(SimpleNamespace(**sections, tokenizer_path=found["tokenizer_path"]))
+
+    for path in (there["actor"], "./model", "Qwen/Qwen2.5-1.5B", "nowhere", ""):
+        checking(dict.fromkeys(there, path))
+    for key in there:
+        for path in ("/nowhere", "./nowhere", "../nowhere", "~/nowhere", "~/model"):
+            with pytest.raises(ConfigurationError, match="there is no such folder") as found:
+                checking({**there, key: path})
+            assert found.value.where == (key if key == "tokenizer_path" else f"{key}.path")
+            assert found.value.found == path
+            assert ("~ isn't expanded" in found.value.remedy) == (path == "~/model")
+    checking({**there, "ref": "/nowhere"}, kl_ctl=0.0)  # AReaL makes none
+
+
+def test_ctrl_c_is_one_line_and_130(capsys, tmp_path):
+    (tmp_path / "interrupted.py").write_text("raise KeyboardInterrupt")
+    assert launch.main([str(tmp_path / "interrupted.py")]) == 130
+    assert capsys.readouterr().err == "metronome: error: interrupted\n"
+
+
+def test_ctrl_c_closes_the_trainer_without_areal_s_traceback_and_ends_workers_that_don_t_answer(capsys, monkeypatch):
+    one = room.PPOTrainer.__new__(room.PPOTrainer)
+    closed, logged = [], []
+    monkeypatch.setattr(rl_trainer.logger, "error", lambda *said, **_: logged.append(said))
+    one.close = lambda: closed.append(1)
+    one.scheduler = None
+    error = KeyboardInterrupt()
+    assert not one.__exit__(KeyboardInterrupt, error, None)
+    assert not one.__exit__(None, None, None)
+    assert (closed, logged) == ([1, 1], [])
+    assert not one.__exit__(ValueError, ValueError("x"), None)  # AReaL's own
+    assert (len(closed), len(logged)) == (3, 1)
+
+    def gone():
+        raise ConnectionError
+
+    one.close, one.scheduler = gone, SimpleNamespace(delete_workers=lambda: closed.append("workers"))
+    assert not one.__exit__(KeyboardInterrupt, error, None)
+    assert closed[-1] == "workers"
+    assert "close() raised ConnectionError" in capsys.readouterr().out
+    with pytest.raises(ConnectionError):
+        one.__exit__(ValueError, ValueError("x"), None)
 
 
 def test_a_misspelt_key_in_the_yaml_is_one_line(capsys, folder):
@@ -318,6 +394,30 @@ def test_a_user_s_script_trains_with_our_hooks_unchanged(folder):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "script: trained by metronome_areal.trainer to version 2" in done.stdout
     assert "metronome: rollout.max_head_offpolicyness=" in done.stdout
+
+
+def test_ctrl_c_in_training_ends_every_process_without_a_traceback(folder):
+    """The terminal interrupts the whole group: the run, and AReaL's processes of rewards."""
+    command = ("-m", "metronome_areal", "user.py", "--config", "plain.yaml", f"+prompts={folder / 'prompts.jsonl'}")
+    keys = ("metronome.cpu=true", "metronome.rollout_source=periodic", "total_train_epochs=999")
+    one = subprocess.Popen(
+        [sys.executable, *command, *keys, "total_train_steps=9999"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        start_new_session=True,
+    )
+    said = ""
+    for line in one.stdout:
+        said += line
+        if "Train step 2/" in line:
+            os.killpg(one.pid, signal.SIGINT)
+    assert one.wait(60) == 130, said[-3000:]
+    assert "Traceback" not in said
+    assert said.count("metronome: error: interrupted") == 1
+    with pytest.raises(ProcessLookupError):  # nobody is left of its group
+        os.killpg(one.pid, 0)
 
 
 def test_without_the_launcher_the_same_script_refuses_the_block(folder):

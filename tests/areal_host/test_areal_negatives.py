@@ -44,6 +44,7 @@ WRONG = {
     "bound that is no number": (BOUNDED | {"metronome.bounded.max_staleness": "x"}, "a whole number"),
     "G of one": ({"metronome.group_controller": "sagc", "metronome.sagc.sizes": [1, 4]}, "metronome.sagc.sizes"),
     "backend": ({"metronome.loss": "a3po", "actor.backend": "megatron:d1"}, "actor.backend"),
+    "no such folder": ({"tokenizer_path": "/nowhere"}, "tokenizer_path"),
     "v2": ({"actor._version": "v2"}, "_version"),
 }
 
@@ -73,6 +74,16 @@ def test_it_is_one_line_with_exit_code_two_before_anything_is_made(folder, name,
     assert made == []
     assert not dist.is_initialized()
     assert sorted(folder.rglob("*")) == before
+
+
+def test_a_controller_without_a_scheduler_is_told_of_the_cpu_room(folder, monkeypatch):
+    made = watched(monkeypatch)
+    config = room.configuration(folder, {"metronome.cpu": False, "scheduler.type": None})
+    monkeypatch.setenv("AREAL_SPMD_MODE", "0")
+    with pytest.raises(ConfigurationError, match=r"metronome\.cpu=true.*torchrun") as refused:
+        room.PPOTrainer(config, train_dataset=room.dataset(folder))
+    assert refused.value.where == "scheduler.type"
+    assert made == []
 
 
 def test_the_same_trainer_without_a_mistake_is_made(folder, monkeypatch):

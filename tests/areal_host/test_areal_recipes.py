@@ -1,5 +1,6 @@
 """Every recipe with every overlay is one that AReaL's own configuration classes accept, and we; bad ones say why."""
 
+import getpass
 import json
 import os
 import shlex
@@ -268,15 +269,42 @@ def test_a_smoke_run_takes_the_user_s_model_and_data_and_names_a_part_that_lacks
     assert len(started) == 1
 
 
+def save(folder, name, trial="trial0", user=None):
+    """What AReaL's recovery leaves, as far as the door looks."""
+    saved = folder / "checkpoints" / (user or getpass.getuser()) / name / trial / "recover_info"
+    saved.mkdir(parents=True)
+    (saved / "step_info.json").write_text("{}")
+
+
+def test_a_checkpoint_of_another_experiment_trial_or_user_is_refused_and_left_alone(started, tmp_path):
+    save(tmp_path, "all-four")
+    save(tmp_path, "sagc", trial="trial1")
+    save(tmp_path, "sagc", user="another")
+    with pytest.raises(ConfigurationError, match="of another experiment") as refused:
+        run("sagc", resume=str(tmp_path))
+    me = getpass.getuser()
+    assert f"this recipe's would be {me}/sagc/trial0" in refused.value.what
+    assert {f"{me}/all-four/trial0", f"{me}/sagc/trial1", "another/sagc/trial0"} == {*refused.value.found.split(", ")}
+    assert "args.trial_name" in refused.value.remedy
+    assert not started
+    assert run("sagc", "args.trial_name=trial1", resume=str(tmp_path)) == 3  # as the remedy says
+    assert run("all_four", resume=str(tmp_path)) == 3
+    assert run("sagc", output=str(tmp_path)) == 3
+    assert len(started) == 3
+
+
+def test_a_smoke_run_leaves_a_checkpoint_to_go_on_from():
+    args, _ = composed("sagc", assets=Path("/tiny"))
+    assert args["recover.freq_steps"] < args["total_train_steps"]
+
+
 def test_a_run_goes_on_in_the_folder_that_it_wrote(started, tmp_path):
     assert run("sagc", output=str(tmp_path)) == 3
     written = started[0][0]
     assert {f"++cluster.fileroot={tmp_path}", "++recover.mode=on"} <= {*written}
     with pytest.raises(ConfigurationError, match="recover_info"):
         run("sagc", resume=str(tmp_path))
-    saved = tmp_path / "checkpoints" / "me" / "sagc" / "trial0" / "recover_info"
-    saved.mkdir(parents=True)
-    (saved / "step_info.json").write_text("{}")
+    save(tmp_path, "sagc")
     assert run("sagc", resume=str(tmp_path)) == 3
     assert started[1][0] == written
     with pytest.raises(ConfigurationError, match="there is a run in this folder"):

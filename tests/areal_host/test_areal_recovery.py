@@ -4,6 +4,7 @@ import pickle
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -212,8 +213,10 @@ def test_a_checkpoint_of_something_else_is_refused_in_one_line(checkpoint, keys,
 def test_it_is_refused_before_any_engine_is_made_and_accepted_as_it_was(checkpoint):
     without = {key: value for key, value in BOUNDED.items() if "sagc" not in key and "controller" not in key}
     config = room.configuration(checkpoint, without)
-    with pytest.raises(ConfigurationError, match="another group controller"), room.trainer(config):
+    with pytest.raises(ConfigurationError, match="another group controller") as refused, room.trainer(config):
         pass
+    for way in ("recover.mode=off", "metronome run: args.trial_name=NAME with --output"):  # as each launcher takes it
+        assert way in refused.value.remedy
     assert not torch.distributed.is_initialized()
     with pytest.raises(ConfigurationError, match=r"sagc, now AReaL's own"):
         taking(checkpoint, KEPT)  # AReaL's loop would lose what is out
@@ -268,3 +271,25 @@ def test_areals_own_dataloader_reads_a_checkpoint_of_ours(checkpoint):
     loader = StatefulDataLoader(list(range(64)), batch_size=4, drop_last=True, collate_fn=list)
     loader.load_state_dict(state)
     assert len(next(iter(loader))) == 4
+
+
+@pytest.mark.parametrize(
+    ("step", "epochs", "most", "words"),
+    [
+        (3, None, 4, "step 4 of 4"),
+        (3, None, 6, None),
+        (15, None, None, "step 16 of 16"),
+        (15, 2, None, None),
+        (31, 2, 99, "step 32 of 32"),
+        (None, None, 4, None),
+    ],
+)
+def test_a_finished_run_says_so(capsys, step, epochs, most, words):
+    info = None if step is None else SimpleNamespace(last_step_info=SimpleNamespace(global_step=step))
+    config = SimpleNamespace(total_train_epochs=1, total_train_steps=most)
+    one = SimpleNamespace(recover_info=info, config=config, train_dataloader=range(16))
+    room.PPOTrainer._tell_finished(one, epochs)
+    said = capsys.readouterr().out
+    assert said == ("" if words is None else said)
+    assert (words or "") in said
+    assert said.count("the run is finished") == (words is not None)

@@ -281,6 +281,24 @@ def test_doctor_reports_versions_hosts_device_and_plugins(installed: Any, capsys
         assert part in text
 
 
+def test_doctor_calls_a_host_ready_only_where_its_package_is(
+    installed: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed["metronome.hosts"] = [Point(name, Host()) for name in ("example", "verl", "openrlhf", "areal")]
+    monkeypatch.setattr(doctor, "find_spec", lambda name: object() if name == "areal" else None)
+    assert main(["doctor", "--json"]) == 0
+    found = report(capsys)
+    assert {host["name"]: host["ready"] for host in found["hosts"]} == {
+        "example": True,
+        "verl": False,
+        "openrlhf": False,
+        "areal": True,
+    }
+    [reason] = [host["reason"] for host in found["hosts"] if host["name"] == "verl"]
+    assert reason == 'not installed: pip install "metronome-rl[verl]"'
+    assert found["problems"] == []
+
+
 def test_doctor_exits_2_on_a_plugin_that_raises_and_still_shows_the_others(
     installed: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
