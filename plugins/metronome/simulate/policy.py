@@ -1,0 +1,89 @@
+"""How a cluster is run: the schedule, the group size, the rows and the proximal policy."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from metronome.contracts import GroupController, RolloutSource
+from metronome.periodic.sources import Bounded, Periodic, Synchronous
+from metronome.sagc.controller import SagcController
+from metronome.sagc.fixed import Fixed, FixedOptions
+from metronome.sagc.options import SagcOptions
+from metronome.settings import Options
+
+SourceName = Literal["synchronous_colocated", "synchronous", "periodic", "bounded"]
+
+
+class Policy(Options):
+    """One way to run a cluster.
+
+    Attributes:
+        source: ``synchronous_colocated`` (all devices generate, then all train), ``synchronous`` (two sides, one of
+            which waits), ``periodic`` (groups are trained as they arrive, one version) or ``bounded``.
+        max_staleness: bound of ``bounded`` in versions; 2 if it isn't given.
+        group_controller: ``fixed`` (the cluster's group_size) or ``sagc``.
+        sagc: options of ``sagc``; the utility ``dapo`` needs rewards, which aren't simulated.
+        shared_prompt: the prompt of a group is trained once for all its responses.
+        proximal: ``none``, ``a3po`` (costs nothing here) or ``recompute`` (a forward pass of every trained token).
+    """
+
+    source: SourceName = "periodic"
+    max_staleness: int | None = Field(default=None, ge=0, strict=True)
+    group_controller: Literal["fixed", "sagc"] = "fixed"
+    sagc: SagcOptions = SagcOptions()
+    shared_prompt: bool = False
+    proximal: Literal["none", "a3po", "recompute"] = "none"
+
+    @model_validator(mode="after")
+    def _have_effect(self) -> Policy:
+        if self.max_staleness is not None and self.source != "bounded":
+            raise ValueError("max_staleness bounds source: bounded alone; remove it")
+        if self.group_controller != "sagc" and self.sagc != SagcOptions():
+            raise ValueError("sagc options need group_controller: sagc")
+        if self.sagc.utility == "dapo":
+            raise ValueError("sagc.utility: log2 (the utility dapo needs rewards, which aren't simulated)")
+        return self
+
+    @property
+    def bound(self) -> int:
+        """Largest staleness that is trained, in versions."""
+        if self.source != "bounded":
+            return 0
+        return 2 if self.max_staleness is None else self.max_staleness
+
+    def label(self) -> str:
+        """The policy in a few words, as ``bounded(2), SAGC, shared prompt, a3po``."""
+        parts = [f"bounded({self.bound})" if self.source == "bounded" else self.source.replace("_", " ")]
+        if self.group_controller == "sagc":
+            parts.append("SAGC" if self.sagc.budget == "fixed_rollouts" else "SAGC at fixed prompts")
+        parts += ["shared prompt"] * self.shared_prompt
+        parts += [self.proximal] * (self.proximal != "none")
+        return ", ".join(parts)
+
+    def rollout_source(self) -> RolloutSource:
+        """The shipped object that admits and releases groups."""
+        if self.source == "bounded":
+            return Bounded(self.bound)
+        return Periodic() if self.source == "periodic" else Synchronous()
+
+    def controller(self, group_size: int, seed: int) -> GroupController:
+        """The shipped object that chooses G."""
+        if self.group_controller == "sagc":
+            return SagcController(self.sagc, seed)
+        return Fixed(FixedOptions(size=group_size))
+
+
+def default_policies() -> tuple[Policy, ...]:
+    """What is compared where a file names no policies: each technique alone, then together."""
+    return (
+        Policy(source="synchronous"),
+        Policy(source="synchronous_colocated"),
+        Policy(source="periodic"),
+        Policy(source="periodic", shared_prompt=True),
+        Policy(source="periodic", group_controller="sagc"),
+        Policy(source="bounded", proximal="recompute"),
+        Policy(source="bounded", proximal="a3po"),
+        Policy(source="bounded", proximal="a3po", shared_prompt=True, group_controller="sagc"),
+    )
