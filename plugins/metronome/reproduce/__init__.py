@@ -1,0 +1,1 @@
+"""The papers' rows, shown as far as this machine can: ``metronome reproduce``."""
