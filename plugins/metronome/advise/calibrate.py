@@ -1,0 +1,220 @@
+"""A recorded run as a simulated cluster with the run's own lengths: speeds fitted, what is missing named."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from metronome.advise.engines import decoding, placement
+from metronome.advise.given import Given
+from metronome.advise.lengths import StepGroups, step_groups
+from metronome.advise.replay import Replay, replays
+from metronome.advise.times import Times, trainer_times
+from metronome.errors import ConfigurationError
+from metronome.observe.records import RunRecord
+from metronome.simulate.cluster import Cluster, EmpiricalLengths, Engines, LawCurve, Trainer
+from metronome.simulate.lengths import Recorded
+from metronome.simulate.model import simulate
+from metronome.simulate.policy import Policy
+
+# Share of a step in no recorded part above which a caution is printed.
+_MUCH = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The run as the simulator sees it.
+
+    Attributes:
+        cluster: its work and times are the run's usual ones; single steps have their own (``of_step``).
+        policy: as the run was run. A colocated run is ``synchronous`` here: two sides that take turns, each with all
+            devices, have the same timeline.
+        steps: the recorded steps and groups that are simulated.
+        times: ``[steps]`` of the trainer.
+        colocated: whether both sides are the same devices.
+        prompts_known: whether the prompts' lengths are.
+        attention_known: whether the share of attention in training is.
+        replays: ``[steps]`` the periods with their own arrivals; None where these aren't recorded.
+        decode_error: of the fitted decoding curve, a share of the groups' arrival.
+        measured, assumed: sentences on where the figures come from.
+    """
+
+    cluster: Cluster
+    policy: Policy
+    steps: tuple[StepGroups, ...]
+    times: tuple[Times, ...]
+    colocated: bool
+    prompts_known: bool
+    attention_known: bool
+    replays: tuple[Replay, ...] | None
+    decode_error: float | None
+    measured: tuple[str, ...]
+    assumed: tuple[str, ...]
+
+    @property
+    def seconds(self) -> list[float]:
+        """``[steps]`` recorded."""
+        return [one.step.seconds for one in self.steps]
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a pass for a proximal policy was recorded."""
+        return self.policy.proximal == "recompute"
+
+    @property
+    def lengths(self) -> Recorded:
+        """All steps' lengths, to be replayed."""
+        return Recorded([one.groups for one in self.steps])
+
+    def of_step(self, number: int, cluster: Cluster) -> tuple[Cluster, Recorded]:
+        """``cluster`` with the work and the trainer's times of the ``number``-th of ``steps``, and its lengths."""
+        groups, trained = self.steps[number].groups, self.steps[number : number + 1]
+        changes = _trainer(trained, self.times[number : number + 1], self.policy, self.cluster.trainer.ranks)
+        update = {
+            "prompts_per_step": len(groups),
+            "group_size": _usual(len(one.responses) for one in groups),
+            "trainer": cluster.trainer.model_copy(update=changes),
+            "publication_seconds": self.times[number].publication,
+        }
+        return cluster.model_copy(update=update), Recorded([groups])
+
+    def last(self, count: int) -> Base:
+        """The same with the last ``count`` steps."""
+        if len(self.steps) <= count:
+            return self
+        note = f"gains are simulated on the last {count} of {len(self.steps)} steps"
+        return replace(
+            self,
+            steps=self.steps[-count:],
+            times=self.times[-count:],
+            replays=None if self.replays is None else self.replays[-count:],
+            measured=(*self.measured, note),
+        )
+
+
+def calibrate(run: RunRecord, given: Given) -> Base:
+    """``run`` as a cluster and a policy.
+
+    Seconds of training a token are recorded seconds over tokens (old log-probs and reference are passes of every token
+    too), step by step. Seconds of a step that belong to no recorded part are serial, like the optimiser's.
+
+    Raises ConfigurationError for a run without steps or groups, and for what is missing and can't be assumed, with
+    the ``KEY=VALUE`` that gives it.
+    """
+    assumed: list[str] = []
+    measured: list[str] = []
+    if not run.steps:
+        raise ConfigurationError(
+            "the run has no steps", found=run.name, remedy="give the records of a run that trained"
+        )
+    source = _source(run)
+    found, prompts_known = step_groups(run, given, assumed)
+    # A CSV ends with a response, so that what followed in its last step isn't in it.
+    steps = [one for one in (found[:-1] if run.host == "csv" and len(found) > 1 else found) if one.step.seconds > 0.0]
+    if not steps:
+        raise ConfigurationError(
+            "no recorded step has responses and seconds", found=run.name, remedy="give both, metrics and rollouts"
+        )
+    size = _usual(len(group.responses) for one in steps for group in one.groups)
+    if size < 2:
+        raise ConfigurationError(
+            "groups of one response: nothing here has anything to compare within a prompt",
+            found=f"{sum(len(one.groups) for one in steps)} groups of 1",
+            where=run.name,
+            remedy="name the responses of one prompt alike",
+        )
+    colocated = source == "colocated"
+    workers, slots, ranks = placement(run, steps, colocated, assumed)
+    times = trainer_times(run, source, steps, given, measured)
+    policy = Policy.model_validate(
+        {
+            "source": "synchronous" if colocated else source,
+            "max_staleness": _bound(run, assumed) if source == "bounded" else None,
+            "shared_prompt": run.settings.get("attention") == "shared_prompt",
+            "proximal": "recompute" if any(one.proximal for one in times) else "none",
+        }
+    )
+    if given.attention_share is None:
+        assumed.append("attention between tokens takes no share of training: give attention_share=0.2 if it does")
+    usual = _trainer(steps, times, policy, ranks)
+    publication = fmean(one.publication for one in times)
+    cluster = Cluster(
+        engines=Engines(count=workers, slots=slots, decode=LawCurve(tokens_per_second=1.0, half=1.0)),
+        trainer=Trainer(ranks=ranks, seconds_per_token=1.0, attention_share=given.attention_share or 0.0).model_copy(
+            update=usual
+        ),
+        lengths=EmpiricalLengths(kind="empirical", file="the record"),
+        prompts_per_step=_usual(len(one.groups) for one in steps),
+        group_size=size,
+        prompt_tokens=steps[0].groups[0].prompt_tokens,
+        publication_seconds=publication,
+    )
+    optimizer, unnamed = fmean(one.optimizer for one in times), fmean(one.unnamed for one in times)
+    measured.insert(
+        0,
+        f"training {1e3 * usual['seconds_per_token'] / ranks:.3g} ms a token; optimiser {optimizer:.3g} s a step, "
+        f"publication {publication:.3g} s",
+    )
+    part = unnamed / fmean(one.step.seconds for one in steps)
+    if part > 0.001:
+        caution = "; whether they would overlap isn't known, which makes gains uncertain" if part > _MUCH else ""
+        measured.insert(
+            1,
+            f"{unnamed:.3g} s a step ({100 * part:.0f} %) belong to no recorded part and are taken as serial{caution}",
+        )
+    base = Base(
+        cluster, policy, tuple(steps), tuple(times), colocated, prompts_known, given.attention_share is not None,
+        replays(run, steps, times), None, (), (),
+    )  # fmt: skip
+
+    def seconds(curve: LawCurve) -> float:
+        changed = cluster.model_copy(update={"engines": cluster.engines.model_copy(update={"decode": curve})})
+        return simulate(changed, policy, steps=len(steps), lengths=base.lengths).seconds
+
+    engines, error = decoding(cluster.engines, steps, source, given.half, seconds, measured, assumed)
+    return replace(
+        base,
+        cluster=cluster.model_copy(update={"engines": engines}),
+        decode_error=error,
+        measured=tuple(measured),
+        assumed=tuple(assumed),
+    )
+
+
+def _usual(values: Any) -> int:
+    """The most frequent of some whole numbers."""
+    return int(Counter(values).most_common(1)[0][0])
+
+
+def _trainer(steps: Sequence[StepGroups], times: Sequence[Times], policy: Policy, ranks: int) -> dict[str, float]:
+    """The trainer's figures over ``steps``: seconds of one rank for a token, and of a step."""
+    tokens = sum(one.shared_tokens if policy.shared_prompt else one.tokens for one in steps)
+    training = sum(one.training for one in times)
+    return {
+        "seconds_per_token": max(1e-12, training / tokens * ranks),
+        "forward_share": min(1.0, sum(one.proximal for one in times) / training) if training > 0.0 else 0.0,
+        "optimizer_seconds": fmean(one.serial for one in times),
+    }
+
+
+def _source(run: RunRecord) -> str:
+    if run.source is None:
+        raise ConfigurationError(
+            "the records don't tell whether generation and training took turns",
+            found=run.name,
+            where=f"a run of {run.host}",
+            remedy="give source=synchronous (two sides, one waits), colocated (the same devices in turns), periodic or "
+            "bounded",
+        )
+    return run.source
+
+
+def _bound(run: RunRecord, assumed: list[str]) -> int:
+    bound = run.settings.get("staleness")
+    if isinstance(bound, int | float):
+        return int(bound)
+    assumed.append("a bound of 2 versions of staleness: give staleness=N")
+    return 2
