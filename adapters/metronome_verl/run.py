@@ -83,12 +83,14 @@ def _folders(output: str | None, resume: str | None) -> dict[str, Any]:
 
 
 def _check_checkpoints(resume: str | None) -> None:
-    if resume is not None and not any(Path(resume).glob("global_step_*")):
+    if resume is None:
+        return
+    checkpoint = latest(Path(resume))
+    if checkpoint is None:  # verl would begin anew and say nothing
         raise ConfigurationError(
             "no checkpoint of verl to go on from",
             found=resume,
             where="--resume",
-            remedy="the folder that holds global_step_N",
+            remedy="the folder that holds latest_checkpointed_iteration.txt and the global_step_N that it names",
         )
-    if resume is not None and (checkpoint := latest(Path(resume))) is not None:
-        read(checkpoint)  # damaged, it is refused here rather than by a worker of verl's
+    read(checkpoint)  # damaged, it is refused here rather than by a worker of verl's

@@ -224,6 +224,12 @@ def test_folders_that_contradict_and_checkpoints_that_are_not_there_are_refused(
         dry("sagc", output="a", resume="b")
     with pytest.raises(ConfigurationError, match="global_step_N"):
         run("sagc", resume=str(tmp_path))
+    (tmp_path / "global_step_3").mkdir()
+    with pytest.raises(ConfigurationError, match="latest_checkpointed_iteration"):  # verl would begin anew
+        run("sagc", resume=str(tmp_path))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    with pytest.raises(ConfigurationError, match="latest_checkpointed_iteration"):
+        run("sagc", resume=str(tmp_path))
     assert not started
 
 
