@@ -12,6 +12,7 @@ VERL := .venv-verl
 VERL_MEGATRON := .venv-verl-megatron
 OPENRLHF := .venv-openrlhf
 AREAL := .venv-areal
+DOCS := .venv-docs
 MEGATRON_NEXT := .venv-megatron-next
 ENVIRONMENT := requirements/environment.sh
 LOCAL_PARTS := requirements/local.txt requirements/local-nodeps.txt .
@@ -30,7 +31,7 @@ export BENCHMARKS
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test test-verl test-verl-megatron check bench bench-attention bench-verl core megatron megatron-next \
+.PHONY: help demo docs test test-verl test-verl-megatron check bench bench-attention bench-verl core megatron megatron-next \
 	npu-contract local-environment test-environment megatron-environment verl-environment \
 	openrlhf-environment test-openrlhf bench-openrlhf \
 	areal-environment test-areal bench-areal
@@ -43,6 +44,7 @@ help:
 	@echo "make test-openrlhf   tests/openrlhf_host: OpenRLHF's real workers, then its main with vLLM on a CPU (part of make test)"
 	@echo "make test-areal   tests/areal_host: AReaL's real engine and trainer on a CPU (part of make test)"
 	@echo "make check   lint, types, import rules, unit and contract tests"
+	@echo "make docs    the documentation site, into build/docs"
 	@echo "make core    core unit tests on every installed Python ($(CORE_PYTHONS))"
 	@echo "make bench   the benchmarks with a committed JSON"
 	@echo "make bench-attention  shared-prompt attention against separate rows and a peer, about half an hour"
@@ -52,6 +54,11 @@ help:
 	@echo "make megatron        tests/megatron on megatron-core 0.16.1 (part of make test)"
 	@echo "make megatron-next   tests/megatron on megatron-core 0.19.2 (Python 3.12, several GB)"
 	@echo "make npu-contract    our NPU contract against the official torch_npu wheel, without an NPU (gcc, binutils)"
+
+docs:
+	@$(ENVIRONMENT) make $(DOCS) $(LOCAL_PYTHON) requirements/docs.txt
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	@echo "open build/docs/index.html"
 
 local-environment:
 	@$(ENVIRONMENT) make $(LOCAL) $(LOCAL_PYTHON) $(LOCAL_PARTS)
@@ -71,6 +78,7 @@ openrlhf-environment:
 
 areal-environment:
 	@$(ENVIRONMENT) make $(AREAL) $(LOCAL_PYTHON) requirements/areal.txt requirements/areal-nodeps.txt .
+	@echo "source $(AREAL)/bin/activate   # then metronome and python -m metronome_areal"
 
 demo: local-environment
 	$(DEMO)
@@ -83,6 +91,7 @@ check: test-environment
 	OMP_NUM_THREADS=1 $(LOCAL)/bin/pytest tests/unit tests/contract --cov=metronome --cov-report=term:skip-covered
 
 test: core megatron test-verl test-openrlhf test-areal test-environment
+	@requirements/chromium.sh
 	OMP_NUM_THREADS=1 $(LOCAL)/bin/pytest tests --timeout=900 --cov=metronome --cov=metronome_local --cov-report=term:skip-covered
 
 core:

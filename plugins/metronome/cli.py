@@ -1,4 +1,4 @@
-"""The command ``metronome``: run, compare, plugins, doctor, selftest.
+"""The command ``metronome``: run, compare, plugins, doctor, selftest, and those of metronome.planning.
 
 Errors of the tree in metronome.errors become one line and an exit code: 2 for bad input, 1 for a run that
 failed, 130 for Ctrl-C. Any other exception is a fault and shows its traceback.
@@ -17,6 +17,7 @@ import typer
 
 from metronome import __version__
 from metronome.errors import ConfigurationError, MetronomeError
+from metronome.planning import add_to
 from metronome.recipes import host_of, load_host, load_recipe, parse_vary
 
 Job = Callable[[], int]
@@ -148,6 +149,9 @@ def selftest(
         return check(device, long, backend, report)
 
     return job
+
+
+add_to(app)
 
 
 @app.callback(invoke_without_command=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from metronome.settings import parse_settings
 from metronome.testing.group_controller import check_group_controller
 from metronome.testing.policy_loss import check_policy_loss
 
+ROOT = Path(__file__).parents[2]
 BLOCK = {
     "loss": "reinforce",
     "group_controller": "alternating",
@@ -76,6 +79,13 @@ def test_the_package_is_chosen_from_a_recipe(tmp_path: Path, capsys: pytest.Capt
     assert "group size 6" in printed
     assert main(["run", str(path), "metronome.reinforce.cpa=3", "--dry-run"]) == 2
     assert "in metronome.reinforce; to mend: use 'cap'" in capsys.readouterr().err
+
+
+def test_its_own_tests_pass() -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/thirdparty"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ".." in ran.stdout
 
 
 def test_its_loss_keeps_the_contract() -> None:
