@@ -68,8 +68,9 @@ CONFIGURATIONS = {
 class Pair:
     """A prediction: ``policy`` (and G) from the record of ``known``, measured by ``held_out``.
 
-    ``promised``: held to the tolerance. The others are shown: they take training as proportional to tokens, which
-    leaves out what a pass costs whatever its tokens, so that their gains come out too large.
+    ``promised``: held to the tolerance. The others are shown: they change what is trained, and one record whose groups
+    are alike hardly tells what a pass costs whatever its tokens, nor what another attention would; their gains come out
+    too large.
     """
 
     known: str

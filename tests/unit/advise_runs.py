@@ -25,11 +25,14 @@ def arrivals(groups, slots=SLOTS, rate=RATE):
     return ends
 
 
-def made(source="synchronous", steps=6, prompts=8, size=4, prompt=20, sigma=0.6, seed=0, single=False, **settings):
+def made(
+    source="synchronous", steps=6, prompts=8, size=4, prompt=20, sigma=0.6, seed=0, single=False, fixed=0.0, **settings
+):
     """A local run of ``source`` on one worker, with everything recorded.
 
     Args:
         single: responses have times of their own; else their group's.
+        fixed: seconds of training a group whatever its tokens.
     """
     draw = random.Random(seed)
     records, rollouts, spans = [], [], []
@@ -39,7 +42,7 @@ def made(source="synchronous", steps=6, prompts=8, size=4, prompt=20, sigma=0.6,
         ends = arrivals(groups)
         order = sorted(range(prompts), key=lambda place: (ends[place], place))
         arrived = [ends[place] for place in order]
-        work = [TRAINING * (prompt * size + sum(groups[place])) for place in order]
+        work = [fixed + TRAINING * (prompt * size + sum(groups[place])) for place in order]
         closed = periodic_seconds if source == "periodic" else synchronous_seconds
         seconds = closed(arrived, work, 0.5, 0.1)
         records.append(
@@ -86,6 +89,20 @@ def made(source="synchronous", steps=6, prompts=8, size=4, prompt=20, sigma=0.6,
         "made", "local", source, tuple(records), tuple(rollouts), tuple(spans),
         {**known, "attention": "host", "group_controller": "fixed", **settings},
     )  # fmt: skip
+
+
+def made_half(known, fixed=0.0):
+    """Seconds of a step of ``known`` with the first two responses of each prompt, from the same speeds."""
+    total = 0.0
+    for number in range(len(known.steps)):
+        groups: dict[int, list[int]] = {}
+        for one in known.rollouts:
+            if one.step == number:
+                groups.setdefault(int(one.prompt), []).append(one.response_tokens)
+        firsts = [groups[prompt][:2] for prompt in sorted(groups)]
+        work = [fixed + TRAINING * (20 * 2 + sum(group)) for group in firsts]
+        total += synchronous_seconds(arrivals(firsts), work, 0.5, 0.1)
+    return total / len(known.steps)
 
 
 def without_times(run):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from advise_runs import RATE, TRAINING, made, mean_seconds, row, without_times
+from advise_runs import RATE, TRAINING, made, made_half, mean_seconds, row, without_times
 
 from metronome.advise.advise import advise
 from metronome.advise.calibrate import calibrate
@@ -69,24 +69,6 @@ def test_a_smaller_group_is_predicted_from_the_larger_ones_first_members():
     gain = predicted(known, SYNCHRONOUS, group_size=2)
     assert gain.value == pytest.approx(mean_seconds(known) / halved, rel=0.03)
     assert gain.value > 1.5
-
-
-def made_half(known):
-    """Seconds of a step with the first two responses of each prompt, from the same speeds."""
-    from advise_runs import arrivals
-
-    from metronome.periodic.closed_form import synchronous_seconds
-
-    total = 0.0
-    for number in range(len(known.steps)):
-        groups: dict[int, list[int]] = {}
-        for one in known.rollouts:
-            if one.step == number:
-                groups.setdefault(int(one.prompt), []).append(one.response_tokens)
-        firsts = [groups[prompt][:2] for prompt in sorted(groups)]
-        work = [TRAINING * (20 * 2 + sum(group)) for group in firsts]
-        total += synchronous_seconds(arrivals(firsts), work, 0.5, 0.1)
-    return total / len(known.steps)
 
 
 def test_shared_prompts_gain_what_their_tokens_say():

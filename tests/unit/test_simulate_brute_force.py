@@ -19,7 +19,9 @@ class Second:
     def __init__(self, cluster, policy):
         self.cluster, self.policy, self.now, self.version, self.paused = cluster, policy, 0.0, 0, False
         self.lengths, self.sagc = Drawn(cluster, cluster.seed), policy.controller(cluster.group_size, cluster.seed)
-        self.engines = [{"decoding": [], "prefilling": [], "up": True} for _ in range(cluster.engines.count)]
+        self.engines = [
+            {"decoding": [], "prefilling": [], "read": set(), "up": True} for _ in range(cluster.engines.count)
+        ]
         self.waiting, self.queue, self.again = [], [], []
         self.running = self.restarted = self.sent = 0
         self.busy = self.slots = 0.0
@@ -42,13 +44,20 @@ class Second:
             engine, rollout = self.engines[min(free)[1]], self.waiting.pop(0)
             rollout["version"] = self.version
             seconds = self.cluster.engines.prefill_seconds_per_token * self.cluster.prompt_tokens
-            if seconds:
+            key = (rollout["version"], *rollout["group"]["key"][:2])
+            if self.cluster.engines.prefix_cache and key in engine["read"]:
+                seconds = 0.0
+            engine["read"].add(key)
+            if seconds or engine["prefilling"]:
                 engine["prefilling"].append([rollout, seconds])
             else:
                 engine["decoding"].append([rollout, float(rollout["tokens"])])
 
     def rate(self, engine):
         return self.cluster.engines.decode.rate(len(engine["decoding"]))
+
+    def decodes(self, engine):
+        return engine["decoding"] and not (self.cluster.engines.prefill_stops_decoding and engine["prefilling"])
 
     def advance(self, until):
         """Runs the engines to ``until``; None: until a group arrives. Returns the seconds that passed."""
@@ -59,7 +68,7 @@ class Second:
                 events = [(self.turns[i], "turn")]
                 if not self.paused and engine["prefilling"]:
                     events.append((self.now + engine["prefilling"][0][1], "prefilled"))
-                if not self.paused and engine["decoding"]:
+                if not self.paused and self.decodes(engine):
                     least = min(left for _, left in engine["decoding"])
                     events.append((self.now + least / self.rate(engine), "ended"))
                 if min(events)[0] < due:
@@ -68,7 +77,7 @@ class Second:
             for engine in self.engines if not self.paused else ():
                 load = len(engine["decoding"]) + len(engine["prefilling"])
                 self.busy, self.slots = self.busy + seconds * (load > 0), self.slots + seconds * load
-                tokens = seconds * self.rate(engine) if engine["decoding"] else 0.0
+                tokens = seconds * self.rate(engine) if self.decodes(engine) else 0.0
                 engine["decoding"] = [[rollout, left - tokens] for rollout, left in engine["decoding"]]
                 if engine["prefilling"]:
                     engine["prefilling"][0][1] -= seconds
@@ -99,7 +108,7 @@ class Second:
             lost = [rollout for rollout, _ in engine["prefilling"] + engine["decoding"]]
             self.waiting[:0] = sorted(lost, key=lambda rollout: rollout["number"])
             self.restarted += len(lost)
-            engine.update(decoding=[], prefilling=[])
+            engine.update(decoding=[], prefilling=[], read=set())
             self.turns[index] = self.now + self.cluster.failures.seconds_to_return
         else:
             self.turns[index] = self.now + self.between(index)
@@ -129,6 +138,8 @@ class Second:
         trainer, prompt, lengths = self.cluster.trainer, self.cluster.prompt_tokens, group["lengths"]
         speed = 1 + (trainer.ranks - 1) * trainer.efficiency
         tokens = sum(prompt + length for length in lengths)
+        if trainer.padded and not self.policy.shared_prompt:
+            tokens = len(lengths) * (prompt + max(lengths))
         seconds = trainer.seconds_per_token * tokens / speed
         if self.policy.shared_prompt:
 
@@ -139,6 +150,7 @@ class Second:
             attention = shared / sum(pairs(prompt + length) for length in lengths)
             linear = (prompt + sum(lengths)) / tokens
             seconds *= (1 - trainer.attention_share) * linear + trainer.attention_share * attention
+        seconds += trainer.seconds_per_group
         return seconds * (1 + trainer.forward_share * (self.policy.proximal == "recompute"))
 
     def run(self):
@@ -199,6 +211,15 @@ class Second:
 
 def drawn(seed):
     """A small cluster; long responses on fast engines, so that no two rollouts end at one moment."""
+    model, chance = plain(seed), random.Random(seed + 1000)
+    fixed = {"seconds_per_group": chance.choice([0.0, 0.31, 4.7]), "padded": chance.choice([False, True])}
+    reads = {"prefix_cache": chance.choice([False, True]), "prefill_stops_decoding": chance.choice([False, True])}
+    changes = {"trainer": model.trainer.model_copy(update=fixed), "engines": model.engines.model_copy(update=reads)}
+    return model.model_copy(update=changes)
+
+
+def plain(seed):
+    """The cluster without the costs and rules that are off by default."""
     chance = random.Random(seed)
     law = {"kind": "law", "tokens_per_second": 4903.3, "half": 5.7}
     points = {"kind": "points", "points": [[1, 8101.7], [3, 6607.3], [50, 1561.9]]}

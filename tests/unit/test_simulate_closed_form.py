@@ -26,17 +26,18 @@ def cluster(**changes):
 
 
 clusters = st.builds(
-    lambda seed, prompts, slots, cost, depth: cluster(
+    lambda seed, prompts, slots, cost, fixed, depth: cluster(
         seed=seed,
         prompts_per_step=prompts,
         engines={"count": 3, "slots": slots, "decode": {"kind": "law", "tokens_per_second": 40, "half": 5}},
-        trainer={"ranks": 2, "seconds_per_token": cost, "optimizer_seconds": 1.5},
+        trainer={"ranks": 2, "seconds_per_token": cost, "seconds_per_group": fixed, "optimizer_seconds": 1.5},
         queue_depth=depth,
     ),
     st.integers(0, 10_000),
     st.integers(1, 20),
     st.integers(1, 8),
     st.sampled_from([1e-4, 2e-3, 2e-2, 0.2]),
+    st.sampled_from([0.0, 0.3, 7.0]),
     st.sampled_from([None, 1, 3]),
 )
 
@@ -57,6 +58,14 @@ def test_a_synchronous_step_takes_what_the_closed_form_says_of_its_own_arrivals(
         assert step.seconds == pytest.approx(expected, rel=1e-9)
 
 
+def test_seconds_of_a_group_are_part_of_the_work_that_the_closed_form_needs():
+    trainer = {"ranks": 2, "seconds_per_token": 4e-3, "seconds_per_group": 3.0}
+    step = simulate(cluster(trainer=trainer), Policy(source="periodic")).steps[0]
+    assert step.seconds == pytest.approx(periodic_seconds(step.arrivals, step.work, 0.0, 2.5), rel=1e-9)
+    tokens_alone = [seconds - 3.0 for seconds in step.work]
+    assert step.seconds > 1.05 * periodic_seconds(step.arrivals, tokens_alone, 0.0, 2.5)
+
+
 def test_the_other_schedules_formula_and_shuffled_arrivals_do_not_fit():
     step = simulate(cluster(), Policy(source="periodic")).steps[0]
     assert step.seconds < 0.95 * synchronous_seconds(step.arrivals, step.work, step.optimizer, step.publication)
@@ -70,8 +79,8 @@ def test_the_other_schedules_formula_and_shuffled_arrivals_do_not_fit():
 @given(clusters)
 def test_periodic_is_never_slower_than_synchronous_nor_faster_than_its_bound(model):
     model = model.model_copy(update={"queue_depth": None})
-    # The first steps begin at one moment. Later ones begin at another in each run, and then rounding decides which of two
-    # engines that end a rollout at the same time takes the next one.
+    # The first steps begin at one moment. Later ones begin at another in each run, and then rounding decides which of
+    # two engines that end a rollout at the same time takes the next one.
     before, after = (simulate(model, Policy(source=name), steps=1).steps[0] for name in ("synchronous", "periodic"))
     assert before.generation == after.generation
     bound = speed_bound(before.generation, sum(before.work))

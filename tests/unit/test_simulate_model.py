@@ -152,6 +152,85 @@ def test_a_shared_prompt_saves_by_the_cost_ratios(share):
     assert shared == pytest.approx(rows * ((1 - share) / tokens + share / attention), rel=1e-12)
 
 
+def test_seconds_of_a_group_depend_neither_on_its_tokens_nor_on_the_ranks():
+    lengths = Recorded([[Group(100, (30, 50)), Group(100, (300, 500))]])
+
+    def training(policy, **trainer):
+        trainer = {"seconds_per_token": 0.01, **trainer}
+        model = cluster(trainer=trainer, prompts_per_step=2, group_size=2)
+        return simulate(model, policy, lengths=lengths).steps[0]
+
+    for policy in (Policy(), Policy(shared_prompt=True), Policy(proximal="recompute")):
+        for ranks in (1, 5):
+            free, fixed = (training(policy, ranks=ranks, seconds_per_group=seconds) for seconds in (0.0, 7.0))
+            factor = 4 / 3 if policy.proximal == "recompute" else 1.0
+            expected = [work + 7.0 * factor for work in free.work]
+            assert fixed.work == pytest.approx(expected, rel=1e-12)
+            assert fixed.training == pytest.approx(free.training + 14.0, rel=1e-12)
+            # Negative control: seconds that ranks or a shared prompt divided would be others.
+            assert fixed.training != pytest.approx(free.training + 14.0 / 5, rel=1e-3)
+    assert training(Policy(), ranks=1) == training(Policy(), ranks=1, seconds_per_group=0.0)
+
+
+def test_padded_rows_cost_the_longest_and_a_shared_prompts_row_none_of_it():
+    lengths = Recorded([[Group(100, (30, 50))]])
+    trainer = {"ranks": 1, "seconds_per_token": 0.01}
+    plain, padded = (
+        cluster(trainer={**trainer, "padded": flag}, prompts_per_step=1, group_size=2) for flag in (False, True)
+    )
+    step = simulate(padded, Policy(), lengths=lengths).steps[0]
+    assert step.trained_tokens == 300
+    assert step.training == pytest.approx(3.0, rel=1e-12)
+    assert simulate(plain, Policy(), lengths=lengths).steps[0].training == pytest.approx(2.8, rel=1e-12)
+    shared = [simulate(one, Policy(shared_prompt=True), lengths=lengths).steps[0].training for one in (plain, padded)]
+    assert shared == pytest.approx([1.8, 1.8], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("cached", "stops", "arrivals"),
+    [
+        # Two groups of two on four slots, a prompt takes 2 s, a response of n tokens n s. Reads end at 2, 4, 6, 8 s.
+        (False, False, [4 + 20, 8 + 10]),
+        # A cache: reads end at 2, 2, 4, 4 s.
+        (True, False, [2 + 20, 4 + 10]),
+        # Nothing decodes while prompts are read: all begin at 8 s, or at 4 s.
+        (False, True, [8 + 20, 8 + 10]),
+        (True, True, [4 + 20, 4 + 10]),
+    ],
+)
+def test_prompts_are_read_once_a_member_or_once_a_group_beside_decoding_or_instead_of_it(cached, stops, arrivals):
+    engines = {
+        "count": 1,
+        "slots": 4,
+        "decode": {"kind": "points", "points": [[1, 1]]},
+        "prefill_seconds_per_token": 0.02,
+        "prefix_cache": cached,
+        "prefill_stops_decoding": stops,
+    }
+    lengths = Recorded([[Group(100, (20, 20)), Group(100, (10, 10))]])
+    step = simulate(cluster(engines=engines, prompts_per_step=2, group_size=2), Policy(), lengths=lengths).steps[0]
+    assert sorted(step.arrivals) == pytest.approx(sorted(arrivals), rel=1e-12)
+
+
+def test_new_weights_make_an_engine_read_a_prompt_again():
+    engines = {
+        "count": 1,
+        "slots": 1,
+        "decode": {"kind": "points", "points": [[1, 1]]},
+        "prefill_seconds_per_token": 0.02,
+        "prefix_cache": True,
+    }
+    trainer = {"ranks": 1, "seconds_per_token": 1e-9, "optimizer_seconds": 0.0}
+    model = cluster(engines=engines, trainer=trainer, prompts_per_step=1, group_size=2, steps=3)
+    model = model.model_copy(update={"publication_seconds": 3.0})
+    lengths = Recorded([[Group(100, (10, 10))]] * 3)
+    one_version = simulate(model, Policy(source="periodic"), lengths=lengths)
+    assert [step.generation for step in one_version.steps] == pytest.approx([22.0] * 3)
+    # The first member of the second group begins before a publication, the second one after it.
+    two_versions = simulate(model, Policy(source="bounded", max_staleness=2), lengths=lengths)
+    assert [step.generation for step in two_versions.steps] == pytest.approx([22.0, 24.0, 24.0], abs=1e-6)
+
+
 def test_a_recomputed_proximal_policy_costs_a_forward_pass_and_a3po_nothing():
     outcomes = {name: simulate(cluster(), Policy(proximal=name)) for name in ("none", "a3po", "recompute")}
     assert outcomes["none"].steps == outcomes["a3po"].steps

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from metronome.advise.engines import decoding, placement
+from metronome.advise.engines import decoding, placement, reading
 from metronome.advise.given import Given
+from metronome.advise.group_cost import GroupCost, group_cost, padding
 from metronome.advise.lengths import StepGroups, step_groups
 from metronome.advise.replay import Replay, replays
 from metronome.advise.times import Times, trainer_times
@@ -37,7 +38,9 @@ class Base:
         colocated: whether both sides are the same devices.
         prompts_known: whether the prompts' lengths are.
         attention_known: whether the share of attention in training is.
+        cost: of a group's passes, fixed and by tokens; None where it isn't known and all is taken as by tokens.
         replays: ``[steps]`` the periods with their own arrivals; None where these aren't recorded.
+        dearest: the engines with the dearest prompts that the record leaves open; None: nothing is left open.
         decode_error: of the fitted decoding curve, a share of the groups' arrival.
         measured, assumed: sentences on where the figures come from.
     """
@@ -49,7 +52,9 @@ class Base:
     colocated: bool
     prompts_known: bool
     attention_known: bool
+    cost: GroupCost | None
     replays: tuple[Replay, ...] | None
+    dearest: Engines | None
     decode_error: float | None
     measured: tuple[str, ...]
     assumed: tuple[str, ...]
@@ -72,7 +77,7 @@ class Base:
     def of_step(self, number: int, cluster: Cluster) -> tuple[Cluster, Recorded]:
         """``cluster`` with the work and the trainer's times of the ``number``-th of ``steps``, and its lengths."""
         groups, trained = self.steps[number].groups, self.steps[number : number + 1]
-        changes = _trainer(trained, self.times[number : number + 1], self.policy, self.cluster.trainer.ranks)
+        changes = _trainer(trained, self.times[number : number + 1], self.policy, self.cluster.trainer, self.cost)
         update = {
             "prompts_per_step": len(groups),
             "group_size": _usual(len(one.responses) for one in groups),
@@ -80,6 +85,33 @@ class Base:
             "publication_seconds": self.times[number].publication,
         }
         return cluster.model_copy(update=update), Recorded([groups])
+
+    def ends(self) -> tuple[Base, ...]:
+        """The ends of what the record leaves open: the fewest fixed seconds of a group; the most, and dear prompts.
+
+        What isn't fixed is so much less by tokens. Empty where nothing is left open.
+        """
+        if self.cost is None and self.dearest is None:
+            return ()
+        low, high = (None, None) if self.cost is None else (self.cost.at(self.cost.low), self.cost.at(self.cost.high))
+        engines = self.dearest or self.cluster.engines
+        ends = (
+            replace(self, cost=low),
+            replace(self, cost=high, cluster=self.cluster.model_copy(update={"engines": engines})),
+        )
+        return tuple(replace(one, cluster=one.costs(one.cluster)) for one in ends)
+
+    def costs(self, cluster: Cluster) -> Cluster:
+        """``cluster`` with the speeds of this base."""
+        changes = _trainer(self.steps, self.times, self.policy, self.cluster.trainer, self.cost)
+        own = self.cluster.engines
+        engines = {"decode": own.decode, "prefill_seconds_per_token": own.prefill_seconds_per_token}
+        return cluster.model_copy(
+            update={
+                "trainer": cluster.trainer.model_copy(update=changes),
+                "engines": cluster.engines.model_copy(update=engines),
+            }
+        )
 
     def last(self, count: int) -> Base:
         """The same with the last ``count`` steps."""
@@ -98,8 +130,9 @@ class Base:
 def calibrate(run: RunRecord, given: Given) -> Base:
     """``run`` as a cluster and a policy.
 
-    Seconds of training a token are recorded seconds over tokens (old log-probs and reference are passes of every token
-    too), step by step. Seconds of a step that belong to no recorded part are serial, like the optimiser's.
+    Seconds of training are those of a line through single groups' seconds (``metronome.advise.group_cost``) where these
+    are recorded, else proportional to tokens (old log-probs and reference are passes of every token too); each step's
+    sum is the recorded one. Seconds of a step that belong to no recorded part are serial, like the optimiser's.
 
     Raises ConfigurationError for a run without steps or groups, and for what is missing and can't be assumed, with
     the ``KEY=VALUE`` that gives it.
@@ -139,13 +172,18 @@ def calibrate(run: RunRecord, given: Given) -> Base:
     )
     if given.attention_share is None:
         assumed.append("attention between tokens takes no share of training: give attention_share=0.2 if it does")
-    usual = _trainer(steps, times, policy, ranks)
+    padded = padding(steps, shared=policy.shared_prompt)
+    cost, unknown = group_cost(run, steps, shared=policy.shared_prompt, padded=padded)
+    trainer = Trainer(
+        ranks=ranks, seconds_per_token=1.0, attention_share=given.attention_share or 0.0, padded=bool(padded)
+    )
+    usual = _trainer(steps, times, policy, trainer, cost)
     publication = fmean(one.publication for one in times)
     cluster = Cluster(
-        engines=Engines(count=workers, slots=slots, decode=LawCurve(tokens_per_second=1.0, half=1.0)),
-        trainer=Trainer(ranks=ranks, seconds_per_token=1.0, attention_share=given.attention_share or 0.0).model_copy(
-            update=usual
+        engines=Engines(
+            count=workers, slots=slots, decode=LawCurve(tokens_per_second=1.0, half=1.0), **reading(run.host)
         ),
+        trainer=trainer.model_copy(update=usual),
         lengths=EmpiricalLengths(kind="empirical", file="the record"),
         prompts_per_step=_usual(len(one.groups) for one in steps),
         group_size=size,
@@ -153,11 +191,18 @@ def calibrate(run: RunRecord, given: Given) -> Base:
         publication_seconds=publication,
     )
     optimizer, unnamed = fmean(one.optimizer for one in times), fmean(one.unnamed for one in times)
-    measured.insert(
-        0,
-        f"training {1e3 * usual['seconds_per_token'] / ranks:.3g} ms a token; optimiser {optimizer:.3g} s a step, "
-        f"publication {publication:.3g} s",
-    )
+    training = f"training {1e3 * usual['seconds_per_token'] / ranks:.3g} ms a token"
+    if cost is None:
+        assumed.append(
+            f"training is proportional to tokens ({unknown}): a pass costs something whatever its tokens, so that "
+            "gains of shared prompts and of a smaller G are upper bounds"
+        )
+    else:
+        training += f" and {_fixed(cost, usual)}"
+    if padded:
+        training += "; separate rows are padded to their group's longest"
+    serial = f"optimiser {optimizer:.3g} s a step, publication {publication:.3g} s"
+    measured.insert(0, f"{training}; {serial}")
     part = unnamed / fmean(one.step.seconds for one in steps)
     if part > 0.001:
         caution = "; whether they would overlap isn't known, which makes gains uncertain" if part > _MUCH else ""
@@ -167,17 +212,18 @@ def calibrate(run: RunRecord, given: Given) -> Base:
         )
     base = Base(
         cluster, policy, tuple(steps), tuple(times), colocated, prompts_known, given.attention_share is not None,
-        replays(run, steps, times), None, (), (),
+        cost, replays(run, steps, times), None, None, (), (),
     )  # fmt: skip
 
     def seconds(curve: LawCurve) -> float:
         changed = cluster.model_copy(update={"engines": cluster.engines.model_copy(update={"decode": curve})})
         return simulate(changed, policy, steps=len(steps), lengths=base.lengths).seconds
 
-    engines, error = decoding(cluster.engines, steps, source, given.half, seconds, measured, assumed)
+    engines, error, dearest = decoding(cluster.engines, steps, source, given.half, seconds, measured, assumed)
     return replace(
         base,
         cluster=cluster.model_copy(update={"engines": engines}),
+        dearest=dearest,
         decode_error=error,
         measured=tuple(measured),
         assumed=tuple(assumed),
@@ -189,12 +235,30 @@ def _usual(values: Any) -> int:
     return int(Counter(values).most_common(1)[0][0])
 
 
-def _trainer(steps: Sequence[StepGroups], times: Sequence[Times], policy: Policy, ranks: int) -> dict[str, float]:
-    """The trainer's figures over ``steps``: seconds of one rank for a token, and of a step."""
-    tokens = sum(one.shared_tokens if policy.shared_prompt else one.tokens for one in steps)
+def _fixed(cost: GroupCost, usual: dict[str, float]) -> str:
+    """The fixed seconds in words, with the interval in the same unit as the usual step's."""
+    scale = usual["seconds_per_group"] / cost.fixed if cost.fixed > 0.0 else 1.0
+    between = f"90 %: {scale * cost.low:.3g} to {scale * cost.high:.3g} s; ours"
+    return (
+        f"{usual['seconds_per_group']:.3g} s a group whatever its tokens ({between}), fitted to the seconds of "
+        f"{cost.groups} groups ({100 * cost.error:.1f} % off)"
+    )
+
+
+def _trainer(
+    steps: Sequence[StepGroups], times: Sequence[Times], policy: Policy, trainer: Trainer, cost: GroupCost | None
+) -> dict[str, float]:
+    """The trainer's figures over ``steps``: seconds of one rank for a token, of a group, and of a step.
+
+    The line of ``cost`` is scaled so that the sum is the recorded one.
+    """
+    fed = [one.fed(shared=policy.shared_prompt, padded=trainer.padded) for one in steps]
     training = sum(one.training for one in times)
+    fixed, per_token = (0.0, 1.0) if cost is None else (cost.fixed, cost.per_token)
+    scale = training / (fixed * sum(map(len, fed)) + per_token * sum(map(sum, fed)))
     return {
-        "seconds_per_token": max(1e-12, training / tokens * ranks),
+        "seconds_per_token": max(1e-12, scale * per_token * trainer.ranks),
+        "seconds_per_group": scale * fixed,
         "forward_share": min(1.0, sum(one.proximal for one in times) / training) if training > 0.0 else 0.0,
         "optimizer_seconds": fmean(one.serial for one in times),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from metronome.simulate.pool import Dispatch, Pool
 _ROLLOUTS = 2000
 _FLAT = 1e6
 """``half`` of an engine whose speed doesn't depend on what runs beside."""
+
+_NORMAL = 1.645  # of a 90 % interval
 
 _PROMPT = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3)
 """What a prompt token may cost, in tokens that a sequence alone decodes meanwhile."""
@@ -53,38 +55,55 @@ class Decode:
         prefill: seconds of an engine for one prompt token.
         error: root mean square of simulated minus recorded ends, over the mean of the recorded ones.
         half_fitted: whether ``half`` was fitted too.
+        dearest: curve and prefill of the dearest prompts with which the ends fit as well; None: none dearer than
+            ``prefill``.
     """
 
     curve: LawCurve
     prefill: float
     error: float
     half_fitted: bool
+    dearest: tuple[LawCurve, float] | None = None
 
 
-def fit(observed: Sequence[Observed], count: int, slots: int, half: float | None) -> Decode:
+def fit(observed: Sequence[Observed], engines: Engines, half: float | None) -> Decode:
     """The curve ``r / (1 + running / half)`` and prefill that leave the smallest squared difference of groups' ends.
 
     For each ``half`` of a grid, and each cost of a prompt token in decoded tokens, the best ``r`` is found: where
     everything was dispatched at once all ends are proportional to 1 / r, so that it follows from one simulation; else
     by golden section. A prefill, or another ``half``, is taken if it brings the difference down by two in a hundred.
+    Prompts of another cost fit as well if the likelihood doesn't tell them apart: ``2 n ln(error / best) <= 1.645^2``,
+    n ends with normal differences.
 
     Args:
         observed: batches that the engines ran one after the other.
-        count, slots: of the engines.
+        engines: with any curve and prefill; how many, their slots, and how they read prompts.
         half: a known one; None: fitted from groups' ends, and ``slots`` where only the last end is known.
     """
     batches = _some(observed)
     only_last = all(len(one.ends) == 1 < len(one.groups) for one in batches)
+    slots = engines.slots
     halves = [half] if half is not None else [float(slots)] if only_last else _grid(slots)
     best: Decode | None = None
+    by_prompt: list[Decode] = []
     for prompt in (0.0,) if only_last else _PROMPT:
+        fits = []
         for candidate in halves:
-            rate, error = _best_rate(batches, count, slots, candidate, prompt)
+            rate, error = _best_rate(batches, engines, candidate, prompt)
+            curve = LawCurve(tokens_per_second=rate, half=candidate)
+            fits.append(Decode(curve, prompt / rate, error, len(halves) > 1))
             if best is None or error < best.error * 0.98:
-                curve = LawCurve(tokens_per_second=rate, half=candidate)
-                best = Decode(curve, prompt / rate, error, len(halves) > 1)
+                best = fits[-1]
+        by_prompt.append(min(fits, key=_error))
     assert best is not None
-    return best
+    ends = sum(len(one.ends) for one in batches)
+    limit = best.error * float(np.exp(_NORMAL**2 / 2.0 / ends))
+    dearest = [one for one in by_prompt if one.error <= limit and one.prefill > best.prefill]
+    return replace(best, dearest=(dearest[-1].curve, dearest[-1].prefill) if dearest else None)
+
+
+def _error(found: Decode) -> float:
+    return found.error
 
 
 def _grid(slots: int) -> list[float]:
@@ -106,12 +125,12 @@ def _some(observed: Sequence[Observed]) -> list[Observed]:
     return chosen
 
 
-def _best_rate(batches: Sequence[Observed], count: int, slots: int, half: float, prompt: float) -> tuple[float, float]:
+def _best_rate(batches: Sequence[Observed], like: Engines, half: float, prompt: float) -> tuple[float, float]:
     recorded = np.concatenate([np.array(one.ends) for one in batches])
 
     def ends(rate: float, stretch: float = 1.0) -> Ends:
         curve = LawCurve(tokens_per_second=rate, half=half)
-        engines = Engines(count=count, slots=slots, decode=curve, prefill_seconds_per_token=prompt / rate)
+        engines = like.model_copy(update={"decode": curve, "prefill_seconds_per_token": prompt / rate})
         return np.concatenate([_replayed(engines, one, stretch) for one in batches])
 
     def error(simulated: Ends) -> float:

@@ -15,6 +15,14 @@ from metronome.simulate.cluster import Engines, LawCurve
 _MOST_SLOTS = 256
 
 
+def reading(host: str) -> dict[str, bool]:
+    """How a host's engines read prompts, as far as it is known; by default each member reads its own, beside decoding.
+
+    The local host's engine computes a prompt once for all its members, and decodes nothing meanwhile.
+    """
+    return {"prefix_cache": True, "prefill_stops_decoding": True} if host == "local" else {}
+
+
 def placement(run: RunRecord, steps: Sequence[StepGroups], colocated: bool, assumed: list[str]) -> tuple[int, int, int]:
     """Engines, slots of each, trainer ranks; in a colocated run engines and ranks are all devices.
 
@@ -70,8 +78,9 @@ def decoding(
     seconds: Callable[[LawCurve], float],
     measured: list[str],
     assumed: list[str],
-) -> tuple[Engines, float | None]:
-    """The engines as fast as they were, and how far simulated ends of groups are off the recorded ones.
+) -> tuple[Engines, float | None, Engines | None]:
+    """The engines as fast as they were, how far simulated ends of groups are off the recorded ones, and the engines
+    with the dearest prompts that the record leaves open (``Decode.dearest``).
 
     Args:
         engines: with any curve.
@@ -79,9 +88,12 @@ def decoding(
         seconds: simulated seconds of the whole run with a curve, for runs that record nothing of generation.
     """
     observed = _observed(steps, source)
+    dearest: Engines | None = None
     if observed:
-        found = fit(observed, engines.count, engines.slots, half)
+        found = fit(observed, engines, half)
         curve, prefill, error, fitted = found.curve, found.prefill, found.error, found.half_fitted
+        if found.dearest is not None:
+            dearest = _with(engines, *found.dearest)
         how = "the arrivals of groups" if len(observed[0].ends) > 1 else "the seconds of generation"
         off = f" ({100 * found.error:.1f} % off)"
     else:
@@ -93,9 +105,17 @@ def decoding(
         f"decoding {curve.rate(1):.3g} tokens/s alone and {curve.rate(engines.slots):.3g} beside full slots, fitted to "
         f"{how}{off}"
     )
-    if prefill > 0.0:
-        measured.append(f"reading a prompt takes an engine {1e3 * prefill:.3g} ms a token")
-    return engines.model_copy(update={"decode": curve, "prefill_seconds_per_token": prefill}), error
+    if prefill > 0.0 or dearest is not None:
+        text = f"reading a prompt takes an engine {1e3 * prefill:.3g} ms a token"
+        if dearest is not None:
+            most = 1e3 * dearest.prefill_seconds_per_token
+            text += f"; the record leaves open up to {most:.3g} ms, which the intervals hold"
+        measured.append(text)
+    return _with(engines, curve, prefill), error, dearest
+
+
+def _with(engines: Engines, curve: LawCurve, prefill: float) -> Engines:
+    return engines.model_copy(update={"decode": curve, "prefill_seconds_per_token": prefill})
 
 
 def _observed(steps: Sequence[StepGroups], source: str) -> list[Observed]:

@@ -29,9 +29,15 @@ def as_json(advice: Advice) -> dict[str, Any]:
             "tokens_per_second_alone": cluster.engines.decode.rate(1),
             "tokens_per_second_full": cluster.engines.decode.rate(cluster.engines.slots),
             "prefill_seconds_per_token": cluster.engines.prefill_seconds_per_token,
+            "prefill_seconds_per_token_at_most": None
+            if advice.base.dearest is None
+            else advice.base.dearest.prefill_seconds_per_token,
             "decode_error": advice.base.decode_error,
             "trainer_ranks": cluster.trainer.ranks,
             "seconds_per_token": cluster.trainer.seconds_per_token,
+            "seconds_per_group": cluster.trainer.seconds_per_group,
+            "group_cost": None if advice.base.cost is None else asdict(advice.base.cost),
+            "padded": cluster.trainer.padded,
             "optimizer_seconds": cluster.trainer.optimizer_seconds,
             "publication_seconds": cluster.publication_seconds,
         },

@@ -14,6 +14,7 @@ from metronome.advise.measure import grouped
 from metronome.errors import ConfigurationError
 from metronome.observe.records import Rollout, RunRecord, Step
 from metronome.simulate.lengths import Group
+from metronome.simulate.training import row_tokens
 
 _SIGMA = 0.6
 
@@ -32,15 +33,11 @@ class StepGroups:
     groups: tuple[Group, ...]
     rollouts: tuple[tuple[Rollout, ...], ...]
 
-    @property
-    def tokens(self) -> int:
-        """Prompt and response tokens of all rows as separate rows."""
-        return sum(one.prompt_tokens * len(one.responses) + sum(one.responses) for one in self.groups)
-
-    @property
-    def shared_tokens(self) -> int:
-        """The same with each prompt once."""
-        return sum(one.prompt_tokens + sum(one.responses) for one in self.groups)
+    def fed(self, *, shared: bool, padded: bool) -> list[int]:
+        """``[groups]`` tokens that training passes: separate rows', ``padded`` or not; ``shared``: each prompt once."""
+        if shared:
+            return [one.prompt_tokens + sum(one.responses) for one in self.groups]
+        return [row_tokens(one, padded=padded) for one in self.groups]
 
 
 def step_groups(run: RunRecord, given: Given, assumed: list[str]) -> tuple[list[StepGroups], bool]:

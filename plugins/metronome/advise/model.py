@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from metronome.advise.calibrate import Base, calibrate
 from metronome.advise.gain import (
     Calibration,
@@ -34,9 +36,8 @@ def predicted(run: RunRecord, policy: Policy, given: Given | None = None, *, gro
     if group_size is None:
         return model.gain(policy, base.cluster)
     changed = base.cluster.model_copy(update={"group_size": group_size})
-    own = model.computed(base.policy, base.cluster, "in a row")
-    margin = model.fits("simulated").margin
-    return gain(own, model.computed(policy, changed, "in a row"), margin, equal_steps=True)
+    before, after = (base.policy, base.cluster), (policy, changed)
+    return model.compared(before, after, "in a row", model.fits("simulated").margin, equal_steps=True)
 
 
 class Model:
@@ -54,17 +55,38 @@ class Model:
         rollouts = sum(len(group.responses) for group in base.steps[-1].groups)
         self.base = base = base.last(max(3, _ROLLOUTS // rollouts))
         self.can_replay = replayable(base, base.policy, base.cluster)
-        self._known: dict[tuple[str, int, str], Computed] = {}
+        self._ends = base.ends()
+        self._known: dict[tuple[str, int, str, int], Computed] = {}
 
-    def computed(self, policy: Policy, cluster: Cluster, way: str) -> Computed:
-        """``policy`` on ``cluster``."""
-        key = (policy.model_dump_json(), id(cluster), way)
+    def computed(self, policy: Policy, cluster: Cluster, way: str, base: Base | None = None) -> Computed:
+        """``policy`` on ``cluster``; with the speeds of ``base`` where it is another than the run's."""
+        key = (policy.model_dump_json(), id(cluster), way, id(base))
         if key not in self._known:
+            used = base or self.base
             if way == "replayed":
-                self._known[key] = replayed(self.base, policy)
+                self._known[key] = replayed(used, policy)
             else:
-                self._known[key] = simulated(self.base, policy, cluster, alone=way == "simulated")
+                on = cluster if base is None else base.costs(cluster)
+                self._known[key] = simulated(used, policy, on, alone=way == "simulated")
         return self._known[key]
+
+    def compared(
+        self,
+        before: tuple[Policy, Cluster],
+        after: tuple[Policy, Cluster],
+        way: str,
+        margin: float,
+        *,
+        equal_steps: bool = False,
+    ) -> Gain:
+        """Of one policy over another. The interval reaches over those at the ends of what the record leaves open."""
+        found, *ends = (
+            gain(self.computed(*before, way, base), self.computed(*after, way, base), margin, equal_steps=equal_steps)
+            for base in (None, *self._ends)
+        )
+        lows = [one.low for one in (found, *ends) if one.low is not None]
+        highs = [one.high for one in (found, *ends) if one.high is not None]
+        return replace(found, low=min(lows), high=max(highs)) if lows and highs else found
 
     def way(self, policy: Policy, cluster: Cluster) -> str:
         """How the gain of ``policy`` over the run is computed."""
@@ -80,16 +102,15 @@ class Model:
     def gain(self, policy: Policy, cluster: Cluster, equal_steps: bool = False) -> Gain:
         """Of ``policy`` on ``cluster`` over the run as it was."""
         way = self.way(policy, cluster)
-        own = self.computed(self.base.policy, self.base.cluster, way)
-        return gain(own, self.computed(policy, cluster, way), self.fits(way).margin, equal_steps=equal_steps)
+        own = self.base.policy, self.base.cluster
+        return self.compared(own, (policy, cluster), way, self.fits(way).margin, equal_steps=equal_steps)
 
     def given_by(self, without: Policy) -> Gain:
         """Of the run as it was over ``without``, a technique of its own left out."""
         way = self.way(without, self.base.cluster)
-        own = self.computed(self.base.policy, self.base.cluster, way)
-        return gain(self.computed(without, self.base.cluster, way), own, self.fits(way).margin)
+        cluster = self.base.cluster
+        return self.compared((without, cluster), (self.base.policy, cluster), way, self.fits(way).margin)
 
     def over(self, policy: Policy, lesser: Policy, cluster: Cluster) -> Gain:
         """Of ``policy`` over another one on the same cluster."""
-        before = self.computed(lesser, cluster, "in a row")
-        return gain(before, self.computed(policy, cluster, "in a row"), 0.0)
+        return self.compared((lesser, cluster), (policy, cluster), "in a row", 0.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from metronome.advise.group_cost import group_seconds
 from metronome.advise.lengths import StepGroups
 from metronome.advise.times import Times
 from metronome.observe.records import RunRecord
@@ -72,14 +73,7 @@ def _arrival(row: tuple[float, float, Group]) -> float:
 
 def _work(run: RunRecord, one: StepGroups, took: Times) -> list[float]:
     """Seconds of each group: the trainer's spans where there is one a group, else the step's by tokens."""
-    spans = [span for span in run.spans if span.lane == "trainer" and span.kind == "train"]
-    spans = [span for span in spans if span.step == one.step.number]
     total = took.training + took.proximal
-    if len(spans) == len(one.groups):
-        order = dict.fromkeys(response.prompt for response in run.rollouts if response.step == one.step.number)
-        seconds = {prompt: span.end - span.start for prompt, span in zip(order, spans, strict=True)}
-        recorded = sum(seconds.values())
-        # Spans are the trainer's time too, but for rounding; what was given stands over them.
-        return [seconds[group[0].prompt] * total / recorded for group in one.rollouts]
-    tokens = [group.prompt_tokens * len(group.responses) + sum(group.responses) for group in one.groups]
-    return [total * count / sum(tokens) for count in tokens]
+    # Spans are the trainer's time too, but for rounding; what was given stands over them.
+    parts: Sequence[float] = group_seconds(run, one) or one.fed(shared=False, padded=False)
+    return [total * part / sum(parts) for part in parts]

@@ -35,7 +35,7 @@ def sentence(
     elif candidate.key == "shared_prompt":
         text = _shared(base)
     elif candidate.key.startswith("sagc"):
-        text = _sagc(candidate, facts)
+        text = _sagc(candidate, facts, base)
     else:
         text = "what the techniques leave each other, gains don't multiply" + _over(candidate, over)
     if found is not None and found.low is None:
@@ -90,12 +90,22 @@ def _a3po(base: Base, facts: Facts) -> str:
 def _shared(base: Base) -> str:
     ratios = [token_ratio(group.prompt_tokens, group.responses) for step in base.steps for group in step.groups]
     text = f"a prompt computed once leaves 1/{float(np.mean(ratios)):.2f} of the trained tokens"
+    if base.cluster.trainer.padded:
+        text += ", and no padding"
     if not base.attention_known:
         text += " (linear layers alone; the share of attention isn't known)"
-    return text + "; a pass costs something whatever its tokens, so that the gain is an upper bound"
+    if not base.policy.shared_prompt:
+        text += "; what its attention costs beyond the tokens isn't in the record, the gain may come out smaller"
+    return text + _bound(base)
 
 
-def _sagc(candidate: Candidate, facts: Facts) -> str:
+def _bound(base: Base) -> str:
+    if base.cost is None:
+        return "; a pass costs something whatever its tokens, so that the gain is an upper bound"
+    return f"; {base.cluster.trainer.seconds_per_group:.3g} s of each group's training are taken as fixed"
+
+
+def _sagc(candidate: Candidate, facts: Facts, base: Base) -> str:
     delta = SagcOptions().delta
     if facts.straggling_steps is None or facts.straggler_ratio is None:
         text = "stragglers are those of drawn lengths"
@@ -106,7 +116,5 @@ def _sagc(candidate: Candidate, facts: Facts) -> str:
             f"{100 * delta:.0f} %, both ours)"
         )
     if candidate.equal_steps:
-        text += (
-            "; the gain is seconds of a step, which trains fewer rollouts, and an upper bound: a pass has fixed costs"
-        )
+        text += "; the gain is seconds of a step, which trains fewer rollouts" + _bound(base)
     return text

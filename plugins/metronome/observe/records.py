@@ -72,6 +72,7 @@ class Step:
         group_size: G.
         prompts: groups trained.
         prompt_tokens, response_tokens: mean over rollouts; ``response_tokens_max`` the longest response.
+        fed_tokens: tokens that the passes of all groups computed, padding included.
         reward: mean over generated rollouts.
         metrics: the host's own, under its own names.
         fingerprint: of the weights that the step published, as the host wrote it; equal weights, equal text.
@@ -92,6 +93,7 @@ class Step:
     prompt_tokens: float | None = None
     response_tokens: float | None = None
     response_tokens_max: float | None = None
+    fed_tokens: int | None = None
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     fingerprint: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, StrictBool, field_validator, model_validator
 
 from metronome.settings import Options
 from metronome.simulate.policy import Policy, default_policies
@@ -74,7 +74,10 @@ class Engines(Options):
         slots: rollouts that an engine runs at a time (continuous batching).
         decode: decoding speed against running sequences; ``kind: law`` or ``kind: points``.
         prefill_seconds_per_token: seconds of an engine for one prompt token. An engine takes prompts one after the
-            other while the others decode; a group's members don't share a prefix cache.
+            other while the others decode.
+        prefix_cache: the first of a group's members on an engine reads the prompt, and the others cost nothing; new
+            weights and failures empty the cache. False: every member reads it.
+        prefill_stops_decoding: nothing decodes on an engine that reads a prompt.
     """
 
     count: Count
@@ -82,6 +85,8 @@ class Engines(Options):
     slots: Count
     decode: Annotated[LawCurve | PointCurve, Field(discriminator="kind")]
     prefill_seconds_per_token: Seconds = 0.0
+    prefix_cache: StrictBool = False
+    prefill_stops_decoding: StrictBool = False
 
     @model_validator(mode="after")
     def _curve_reaches_the_slots(self) -> Engines:
@@ -99,6 +104,10 @@ class Trainer(Options):
         devices: devices of one rank.
         seconds_per_token: seconds of one rank, forward and backward, for one token of a separate row. It holds the
             attention too: that it grows with a row's length is left out, but for ``attention_share``.
+        seconds_per_group: seconds of one group's forward and backward passes whatever its tokens (ours). Ranks don't
+            divide them: each of them makes the passes for its part of the group.
+        padded: a group's separate rows are as long as its longest, and what is padded costs like any token. A shared
+            prompt's row isn't padded.
         efficiency: of each rank beyond the first: n ranks are ``1 + (n - 1) * efficiency`` times as fast as one (ours).
         forward_share: seconds of a forward pass over those of forward and backward; a recomputed proximal policy
             costs it.
@@ -110,6 +119,8 @@ class Trainer(Options):
     ranks: Count
     devices: Count = 1
     seconds_per_token: Positive
+    seconds_per_group: Seconds = 0.0
+    padded: StrictBool = False
     efficiency: float = Field(default=1.0, gt=0, le=1, strict=True)
     forward_share: Share = 1 / 3
     attention_share: Share = 0.0

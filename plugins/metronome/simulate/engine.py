@@ -29,12 +29,15 @@ class Engine:
         index: of the engine.
         rates: ``[slots + 1]`` tokens a second of each sequence by the number that run; the first is never used.
         prefill: seconds for one prompt token.
+        cached: whether a group's members share what the first of them read.
+        stops: whether nothing decodes while a prompt is read.
         ended: called with the engine and the rollouts that end at one moment, their slots free already.
     """
 
     __slots__ = (
-        "_changed", "_ended", "_ends", "_environment", "_prefill", "_prefill_due", "_prefilling", "_rates", "_since",
-        "_timer", "_virtual", "busy", "index", "occupied", "paused", "slot_seconds", "slots", "up",
+        "_cached", "_changed", "_ended", "_ends", "_environment", "_prefill", "_prefill_due", "_prefilling", "_rates",
+        "_read", "_since", "_stops", "_timer", "_virtual", "busy", "index", "occupied", "paused", "slot_seconds",
+        "slots", "up",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +47,9 @@ class Engine:
         rates: Sequence[float],
         prefill: float,
         ended: Callable[[Engine, list[Rollout]], None],
+        *,
+        cached: bool = False,
+        stops: bool = False,
     ) -> None:
         self.index, self.slots = index, len(rates) - 1
         self.up, self.paused, self.occupied = True, False, 0
@@ -51,7 +57,8 @@ class Engine:
         self.slot_seconds = 0.0
         self._environment, self._rates, self._prefill, self._ended = environment, rates, prefill, ended
         self._ends: list[tuple[float, int, Rollout]] = []
-        self._prefilling: deque[Rollout] = deque()
+        self._prefilling: deque[tuple[Rollout, float]] = deque()  # with the seconds that each takes
+        self._cached, self._stops, self._read = cached, stops, set[tuple[int, int, int]]()
         self._prefill_due = 0.0  # when the first of them is done; seconds left of it while paused
         self._virtual = self._changed = 0.0
         self._since: float | None = None
@@ -65,18 +72,20 @@ class Engine:
         """Puts a rollout into a free slot."""
         self._advance()
         self.occupied += 1
-        if self._prefill > 0.0:
-            self._prefilling.append(rollout)
+        seconds = self._reading(rollout)
+        if seconds > 0.0 or self._prefilling:
+            self._prefilling.append((rollout, seconds))
             if len(self._prefilling) == 1:
-                self._prefill_due = self._environment.now + self._prefill * rollout.group.prompt_tokens
+                self._prefill_due = self._environment.now + seconds
         else:
             self._decode(rollout)
 
     def fail(self) -> list[Rollout]:
         """Takes the engine down; returns the rollouts that it ran, in the order of their serial numbers."""
         self._advance()
-        lost = [*self._prefilling, *(rollout for _, _, rollout in self._ends)]
+        lost = [*(rollout for rollout, _ in self._prefilling), *(rollout for _, _, rollout in self._ends)]
         self._prefilling.clear()
+        self._read.clear()
         self._ends.clear()
         self.up, self.occupied = False, 0
         return sorted(lost, key=lambda rollout: rollout.serial)
@@ -113,9 +122,23 @@ class Engine:
         if not working:
             return
         prefill = self._prefill_due - now if self._prefilling else float("inf")
-        decode = (self._ends[0][0] - self._virtual) / self._rates[len(self._ends)] if self._ends else float("inf")
+        decode = float("inf")
+        if self._decodes():
+            decode = (self._ends[0][0] - self._virtual) / self._rates[len(self._ends)]
         self._timer = self._environment.timeout(max(0.0, min(prefill, decode)), value=prefill < decode)
         self._timer.callbacks.append(self._due)
+
+    def _reading(self, rollout: Rollout) -> float:
+        """Seconds to read the prompt of ``rollout``."""
+        if self._cached:
+            key = rollout.version, rollout.group.step, rollout.group.prompt
+            if key in self._read:
+                return 0.0
+            self._read.add(key)
+        return self._prefill * rollout.group.prompt_tokens
+
+    def _decodes(self) -> bool:
+        return bool(self._ends) and not (self._stops and self._prefilling)
 
     def _decode(self, rollout: Rollout) -> None:
         if not self._ends:
@@ -129,7 +152,7 @@ class Engine:
         self._changed = now
         if seconds > 0.0 and not self.paused:
             self.slot_seconds += seconds * self.occupied
-            if self._ends:
+            if self._decodes():
                 self._virtual += seconds * self._rates[len(self._ends)]
 
     def _due(self, timer: Any) -> None:
@@ -137,9 +160,9 @@ class Engine:
             return  # the engine changed after this timer was set
         self._advance()
         if timer.value:
-            self._decode(self._prefilling.popleft())
+            self._decode(self._prefilling.popleft()[0])
             if self._prefilling:
-                self._prefill_due += self._prefill * self._prefilling[0].group.prompt_tokens
+                self._prefill_due += self._prefilling[0][1]
             self.arm()
             return
         self._virtual = self._ends[0][0]  # exactly, so that rounding can't leave the first one unfinished

@@ -79,7 +79,15 @@ class Pool:
         self._environment, self._arrived, self._open = environment, arrived, open
         rates = [0.0, *(engines.decode.rate(running) for running in range(1, engines.slots + 1))]
         self.engines = [
-            Engine(environment, index, rates, engines.prefill_seconds_per_token, self._ended)
+            Engine(
+                environment,
+                index,
+                rates,
+                engines.prefill_seconds_per_token,
+                self._ended,
+                cached=engines.prefix_cache,
+                stops=engines.prefill_stops_decoding,
+            )
             for index in range(engines.count)
         ]
         self.version = 0

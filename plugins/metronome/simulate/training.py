@@ -33,15 +33,24 @@ class Work:
 def work(trainer: Trainer, policy: Policy, group: Group) -> Work:
     """Seconds to train ``group`` on all ranks.
 
-    Separate rows: ``t = seconds_per_token * sum_r (Lp + Lr) / speed``. A shared prompt:
+    Separate rows: ``seconds_per_group + t``, ``t = seconds_per_token * sum_r (Lp + Lr) / speed``. A shared prompt:
     ``t * ((1 - a) / token_ratio + a / attention_ratio)`` with a = attention_share (``metronome.shared_prompt.cost``).
-    A recomputed proximal policy adds ``forward_share`` of that.
+    Rows that are padded have the group's longest response for every Lr. A recomputed proximal policy adds
+    ``forward_share`` of the whole.
     """
-    tokens = group.prompt_tokens * len(group.responses) + sum(group.responses)
+    padded = trainer.padded and not policy.shared_prompt
+    tokens = row_tokens(group, padded=padded)
     seconds = trainer.seconds_per_token * tokens / trainer.speed()
     if policy.shared_prompt:
         share = trainer.attention_share
         linear = (1.0 - share) / token_ratio(group.prompt_tokens, group.responses)
         seconds *= linear + share / attention_ratio(group.prompt_tokens, group.responses)
         tokens = group.prompt_tokens + sum(group.responses)
+    seconds += trainer.seconds_per_group
     return Work(seconds, trainer.forward_share * seconds if policy.proximal == "recompute" else 0.0, tokens)
+
+
+def row_tokens(group: Group, *, padded: bool) -> int:
+    """Tokens of a group's separate rows; ``padded``: each as long as the longest."""
+    size = len(group.responses)
+    return group.prompt_tokens * size + (max(group.responses) * size if padded else sum(group.responses))

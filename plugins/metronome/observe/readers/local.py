@@ -158,6 +158,7 @@ def _step(number: int, line: Line, groups: Sequence[Line], source: str | None, n
         prompt_tokens=(tokens - sum(lengths)) / len(lengths) if lengths and tokens is not None else None,
         response_tokens=line.number("response_length"),
         response_tokens_max=line.number("response_length_max"),
+        fed_tokens=line.whole("tokens_computed"),
         reward=line.number("reward"),
         metrics=host_metrics(line.data, notes, line.where),
         fingerprint=mark if isinstance(mark := line.data.get("fingerprint"), str) else None,
