@@ -1,13 +1,15 @@
 """The command ``metronome``: run, compare, plugins, doctor, selftest, and those of metronome.planning.
 
 Errors of the tree in metronome.errors become one line and an exit code: 2 for bad input, 1 for a run that
-failed, 130 for Ctrl-C. Any other exception is a fault and shows its traceback.
+failed, 130 for Ctrl-C. A reader of the output that has gone is 1 without a word. Any other exception is a fault and
+shows its traceback.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -83,13 +85,14 @@ def compare(
 
 @app.command()
 def plugins(as_json: _Json = False) -> Job:
-    """List what the installed plug-ins offer: key, name, plug-in, distribution, summary, options."""
+    """List what the installed plug-ins offer, with every option; exit code 2 if a name can't be selected."""
 
     def job() -> int:
-        from metronome.plugins import offers, plugin_manager
+        from metronome.plugins import collisions, offers, plugin_manager
         from metronome.settings import SELECTORS
 
         keys = {hook: selector for selector, hook in SELECTORS.items()}
+        every = offers(plugin_manager())
         rows = [
             {
                 "hook": one.offer.hook,
@@ -100,13 +103,13 @@ def plugins(as_json: _Json = False) -> Job:
                 "plugin": one.plugin,
                 "distribution": one.distribution,
             }
-            for one in offers(plugin_manager())
+            for one in every
         ]
         if as_json:
             print(json.dumps(rows, indent=2, default=str))
         else:
             _print_offers(rows)
-        return 0
+        return max([_fail(str(error), error.exit_code) for error in collisions(every)], default=0)
 
     return job
 
@@ -175,16 +178,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     usage_error: type[Exception] = typer.BadParameter.__mro__[1]  # typer's own or click's, by its version
     try:
         parsed = app(args=None if arguments is None else list(arguments), standalone_mode=False)
-        return parsed() if callable(parsed) else int(parsed or 0)
+        code = parsed() if callable(parsed) else int(parsed or 0)
+        sys.stdout.flush()  # here, where a reader that has gone is noticed
+        return code
     except MetronomeError as error:
         if os.environ.get("METRONOME_TRACEBACK"):
             raise
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
+    except BrokenPipeError:
+        if not _reader_gone():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter writes what is left at its end
+        return 1
     except usage_error as error:
         message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
         return _fail(f"{message}; to mend: see metronome --help", 2)
+
+
+def _reader_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more, as after ``| head``."""
+    try:
+        output = sys.stdout.fileno()
+    except (OSError, ValueError):  # no file at all
+        return False
+    watch = select.poll()
+    watch.register(output, 0)  # errors and ends are told whatever is asked for
+    return bool(watch.poll(0))
 
 
 def _fail(message: str, code: int) -> int:

@@ -23,8 +23,8 @@ PACKAGES = (
 )  # fmt: skip
 """Distributions whose versions are shown: the core's own, the local host's, the other hosts'."""
 
-FRAMEWORKS = ("verl", "openrlhf", "areal")
-"""Our hosts that drive a package of the same name."""
+FRAMEWORKS = {"local": "torch", "verl": "verl", "openrlhf": "openrlhf", "areal": "areal"}
+"""Our hosts and the package without which each can't start a run."""
 
 VARIABLES = ("METRONOME_DISABLE_PLUGINS", "METRONOME_LOAD_PLUGINS", "METRONOME_TRACE_PLUGINS")
 
@@ -63,8 +63,10 @@ def _hosts(problems: list[str]) -> list[dict[str, Any]]:
         reason = None
         try:
             load_host(name)
-            if not _installed(name):  # the adapter is ours and imports without its host, which a dry run needs
-                reason = f'not installed: pip install "metronome-rl[{name}]"'
+            needed = FRAMEWORKS.get(name)  # the adapter is ours and imports without it
+            if needed is not None and find_spec(needed) is None:
+                reason = "not installed" if needed == name else f"needs {needed}"
+                reason += f': pip install "metronome-rl[{name}]"'
         except MetronomeError as error:  # an extra that nobody asked for isn't a problem
             reason = str(error)
         except Exception as error:  # the doctor reports whatever a host's import raises
@@ -72,11 +74,6 @@ def _hosts(problems: list[str]) -> list[dict[str, Any]]:
             problems.append(reason)
         found.append({"name": name, "module": point.value, "ready": reason is None, "reason": reason})
     return found
-
-
-def _installed(host: str) -> bool:
-    """Whether the package that ``host`` drives is there, without importing it; True for hosts of others."""
-    return host not in FRAMEWORKS or find_spec(host) is not None
 
 
 def _device() -> dict[str, Any]:
@@ -130,8 +127,7 @@ def _plugins(environment: Mapping[str, str], problems: list[str]) -> list[dict[s
         names = [(one.offer.hook, one.offer.name) for one in offered]
         found.append({"name": name, "distribution": owner, "state": state, "offers": names})
         every += offered
-    taken = [plugins.collision(name, every) for name in sorted({one.offer.name for one in every})]
-    problems.extend(str(error) for error in taken if error is not None)
+    problems.extend(str(error) for error in plugins.collisions(every))
     return found
 
 

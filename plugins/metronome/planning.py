@@ -36,7 +36,10 @@ def reproduce(
     listing: Annotated[bool, typer.Option("--list", help="List the rows and compute nothing.")] = False,
     out: Annotated[str | None, typer.Option(metavar="PATH", help="Also write PATH.md and PATH.json.")] = None,
 ) -> Callable[[], int]:
-    """Show the papers' rows as far as this machine can; exit code 1 if one is out of its tolerance."""
+    """Show the papers' rows as far as this machine can.
+
+    Exit code 1 if one is out of its tolerance or couldn't be run for want of a package.
+    """
 
     def job() -> int:
         from metronome.reproduce.command import reproduce as compute
@@ -53,12 +56,19 @@ def simulate(
     ] = None,
     out: _Out = None,
     as_json: _Json = False,
+    show: Annotated[bool, typer.Option("--print", help="Print the cluster's YAML and simulate nothing.")] = False,
 ) -> Callable[[], int]:
-    """Simulate each policy on a cluster: throughput, idle, staleness, tail, the split that balances."""
+    """Simulate each policy on a cluster: throughput, idle, staleness, tail, the split that balances.
+
+    Its keys and their meanings: docs/planning.md.
+    """
 
     def job() -> int:
+        from metronome.simulate.command import print_file
         from metronome.simulate.command import simulate as compute
 
+        if show:
+            return print_file(cluster, given=bool(overrides or out or as_json))
         return compute(cluster, overrides or [], out=out, as_json=as_json)
 
     return job
@@ -83,7 +93,13 @@ def advise(
 
 
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs' folders or files; several are compared.")],
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN|KEY=VALUE",
+            help="Runs' folders or files, several are compared; what all their records lack, as group_size=4.",
+        ),
+    ],
     out: Annotated[str, typer.Option(metavar="FILE", help="The HTML page.")] = "report.html",
 ) -> Callable[[], int]:
     """Write one HTML page that shows what runs did; it works offline."""

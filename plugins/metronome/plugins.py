@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import Any
 
 import pluggy
@@ -145,6 +146,13 @@ def collision(name: str, every: Iterable[Offered], where: str | None = None) -> 
     )
 
 
+def collisions(every: Iterable[Offered]) -> list[PluginError]:
+    """``collision`` of each name that can't be selected, sorted by name."""
+    every = list(every)
+    found = (collision(name, every) for name in sorted({one.offer.name for one in every}))
+    return [error for error in found if error is not None]
+
+
 def resolve(settings: Settings, device: Device, seed: int, manager: pluggy.PluginManager) -> Selection:
     """The four objects that ``settings`` select.
 
@@ -205,12 +213,25 @@ def _one(
 
 
 def _guarded(name: str, distribution: str, hook: str, call: Callable[[], Any]) -> Any:
-    return guarded(
-        call,
-        f"plug-in {name!r} raised in {hook}",
-        where=distribution,
-        remedy=f"mend the plug-in, or METRONOME_DISABLE_PLUGINS={name}",
-    )
+    what, disable = f"plug-in {name!r} raised in {hook}", f"or METRONOME_DISABLE_PLUGINS={name}"
+
+    def told() -> Any:
+        try:
+            return call()
+        except ModuleNotFoundError as error:
+            package = _not_installed(error)
+            if package is None:
+                raise
+            message = f"{what}: {type(error).__name__}: {error}"
+            raise PluginError(message, where=distribution, remedy=f"install {package}") from error
+
+    return guarded(told, what, where=distribution, remedy=f"mend the plug-in, {disable}")
+
+
+def _not_installed(error: BaseException) -> str | None:
+    """The package whose lack is the error; None if it's another fault, as of a module that an installed one lacks."""
+    package = (getattr(error, "name", None) or "").partition(".")[0]
+    return package if isinstance(error, ModuleNotFoundError) and package and find_spec(package) is None else None
 
 
 def _points() -> dict[str, EntryPoint]:
@@ -249,11 +270,13 @@ def _load(point: EntryPoint) -> object:
     try:
         return point.load()
     except (Exception, SystemExit) as error:  # a stranger's code: whatever it raises becomes one clear error
+        package = _not_installed(error)
+        remedy = "mend or uninstall it" if package is None else f"install {package}"
         raise PluginError(
             f"plug-in {point.name!r} raised at import: {type(error).__name__}: {error}",
             found=point.value,
             where=_distribution(point),
-            remedy=f"mend or uninstall it, or METRONOME_DISABLE_PLUGINS={point.name}",
+            remedy=f"{remedy}, or METRONOME_DISABLE_PLUGINS={point.name}",
         ) from error
 
 

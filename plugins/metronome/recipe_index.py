@@ -130,7 +130,12 @@ def _mapping(path: Path) -> Mapping[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"can't be read: {error}", found=str(path), remedy="give a readable file") from None
     if not isinstance(read, dict):
-        raise ConfigurationError("must be a mapping", found=type(read).__name__, where=str(path), remedy="mend it")
+        raise ConfigurationError(
+            "must be a mapping",
+            found=type(read).__name__,
+            where=str(path),
+            remedy="write keys and their values, as key: value",
+        )
     return read
 
 

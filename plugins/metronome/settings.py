@@ -160,8 +160,14 @@ def parse_options(model: type[OptionsT], values: Mapping[str, Any], where: str) 
 
 
 def configuration_error(error: ValidationError, model: type[BaseModel], where: str) -> ConfigurationError:
-    """The first of pydantic's complaints as one line."""
-    first = error.errors()[0]
+    """The first of pydantic's complaints as one line; a key that is missing may be an unknown one misspelt."""
+    complaints = error.errors()
+    first = complaints[0]
+    if first["type"] == "missing":
+        beside = (
+            one for one in complaints if one["type"] == "extra_forbidden" and one["loc"][:-1] == first["loc"][:-1]
+        )
+        first = next(beside, first)
     path = [str(part) for part in first["loc"]]
     place = ".".join([where, *path])
     if first["type"] == "extra_forbidden":

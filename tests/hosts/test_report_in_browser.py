@@ -27,7 +27,8 @@ def records():
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """``compared``: three runs, the last without clock times and of a hostile name; ``alone``: one; ``many``: five."""
+    """``compared``: three runs, the last without clock times and of a hostile name; ``alone``: one; ``many``: five;
+    ``laid``: one whose parts were laid end to end."""
     from metronome.observe.page import page
 
     made = records().made
@@ -41,7 +42,8 @@ def pages(tmp_path_factory):
     many = [made(f"a-rather-long-name-of-a-run-{number:02}-of-a-sweep") for number in range(5)]
     stub = "const Plotly = {newPlot: async () => { throw new Error('no canvas') }, relayout: async () => {}};"
     (folder / "undrawn.html").write_text(page(runs[:1], stub), encoding="utf-8")
-    for name, shown in (("compared", runs), ("alone", runs[:1]), ("many", many)):
+    laid = [records().laid_run()]
+    for name, shown in (("compared", runs), ("alone", runs[:1]), ("many", many), ("laid", laid)):
         (folder / f"{name}.html").write_text(page(shown, script), encoding="utf-8")
     (folder / "bad.html").write_text(
         "<!doctype html><p style='width:3000px'>wide</p><img src='http://127.0.0.1:9/beacon.png'>"
@@ -74,7 +76,7 @@ def opened(browser, pages):
     return show
 
 
-@pytest.mark.parametrize("name", ["compared", "alone"])
+@pytest.mark.parametrize("name", ["compared", "alone", "laid"])
 def test_the_page_draws_every_figure_without_a_request_or_an_error(opened, pages, name):
     browser = opened(name)
     drawn = browser.run(
@@ -83,7 +85,7 @@ def test_the_page_draws_every_figure_without_a_request_or_an_error(opened, pages
             plot.querySelectorAll('.scatterlayer .trace .points path, .barlayer .trace .point path').length])"""
     )
     assert len(drawn) == int(browser.run("return document.documentElement.dataset.drawn"))
-    assert len(drawn) == {"compared": 12, "alone": 10}[name]
+    assert len(drawn) == {"compared": 12, "alone": 10, "laid": 3}[name]
     assert all(there and marks for there, marks in drawn), drawn
     assert browser.log("browser") == []
     assert [one for one in browser.requests() if not one.startswith("data:")] == [(pages / f"{name}.html").as_uri()]
@@ -112,7 +114,7 @@ def test_no_width_needs_sideways_scrolling(opened, width):
 
 
 @pytest.mark.parametrize("width", [1280, 400])
-@pytest.mark.parametrize("name", ["compared", "many"])
+@pytest.mark.parametrize("name", ["compared", "many", "laid"])
 def test_no_label_lies_over_another(opened, name, width):
     over = opened(name, width).run(
         """

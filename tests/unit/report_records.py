@@ -66,3 +66,14 @@ def without_times(run):
     """The same run without a clock time."""
     rollouts = tuple(replace(one, start=None, end=None) for one in run.rollouts)
     return replace(run, spans=(), rollouts=rollouts)
+
+
+def laid_run():
+    """Two steps of 10 s without clock times: 3 s of generation, then 2 s of training; no part names the other 5 s."""
+    steps = tuple(Step(number, 10.0, generation=3.0, waiting=3.0, training=2.0) for number in range(2))
+    spans = tuple(
+        Span(lane, kind, 10.0 * number + start, 10.0 * number + end, number)
+        for number in range(2)
+        for lane, kind, start, end in (("rollout", "generate", 0.0, 3.0), ("trainer", "train", 3.0, 5.0))
+    )
+    return RunRecord("laid", "verl", "colocated", steps, spans=spans, laid=True)

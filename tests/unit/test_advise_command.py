@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from advise_runs import made
@@ -12,8 +13,10 @@ from advise_runs import made
 from metronome.advise.advise import advise
 from metronome.advise.command import advise as command
 from metronome.advise.figures import as_json
+from metronome.advise.given import Given
 from metronome.advise.text import text
 from metronome.errors import ConfigurationError
+from metronome.observe.readers import read_run
 
 pytest.importorskip("simpy")
 
@@ -41,6 +44,48 @@ def test_a_csv_is_advised_on_once_its_schedule_is_given(table, capsys):
     assert "give prompt_tokens=N" in shown
     command(str(table), ["source=synchronous", "slots=4", "prompt_tokens=200"], out=None, as_json=False)
     assert re.search(r"shared prompts +[1-9]\.\d\dx", capsys.readouterr().out)
+
+
+def test_without_prompts_nothing_is_said_or_fitted_of_reading_them():
+    known = read_run("example.csv", ["source=synchronous"])
+    unknown = replace(
+        known,
+        rollouts=tuple(replace(one, prompt_tokens=None) for one in known.rollouts),
+        steps=tuple(replace(one, prompt_tokens=None) for one in known.steps),
+    )
+    advice = advise(unknown)
+    assert "reading a prompt" not in text(advice)
+    model = as_json(advice)["model"]
+    assert (model["prefill_seconds_per_token"], model["prefill_seconds_per_token_at_most"]) == (0.0, None)
+    # Negative controls: with the prompts' lengths it is fitted, recorded or given.
+    assert "reading a prompt takes an engine" in text(advise(known))
+    assert "reading a prompt takes an engine" in text(advise(unknown, Given(prompt_tokens=10)))
+
+
+def test_the_last_step_of_a_csv_ends_with_its_last_response(table, capsys):
+    for given in ([], ["training_seconds=3"]):
+        command(str(table), ["source=synchronous", *given], out=None, as_json=False)
+        shown = capsys.readouterr().out
+        assert "the last step ends with its last response" in shown
+        assert "Model (ours; 5 recorded steps)" in shown  # of 6
+
+
+def test_one_step_of_a_csv_cannot_show_training(table, capsys):
+    rows = table.read_text().splitlines()
+    table.write_text("\n".join([rows[0], *(line for line in rows if line.startswith("0,"))]) + "\n")
+    with pytest.raises(ConfigurationError, match="one step can't show training"):
+        command(str(table), ["source=synchronous"], out=None, as_json=False)
+    command(str(table), ["source=synchronous", "training_seconds=3"], out=None, as_json=False)
+    shown = capsys.readouterr().out
+    assert "the last step ends" not in shown
+    assert "not enough steps" in shown
+
+
+def test_shares_say_of_what_they_are(capsys):
+    command("local_synchronous", [], out=None, as_json=False)
+    shown = capsys.readouterr().out
+    assert re.search(r"; a step's mean above 2 in \d+ % of the steps", shown)
+    assert re.search(r"groups whose rewards are all equal: \d+ %", shown)
 
 
 def test_json_says_what_the_text_says(table, tmp_path, capsys):
@@ -120,13 +165,18 @@ def test_a_shipped_trace_of_each_format_is_advised_on(trace, given, host, capsys
     assert shown["host"] == host
     assert len(shown["techniques"]) == 9
     verdicts = {one["verdict"] for one in shown["techniques"]}
-    assert verdicts <= {"turn on", "try", "not worth it", "already on", "not known", "refused"}
+    over = {f"no gain over {less}" for less in ("periodic", "bounded 1", "bounded 2")}
+    assert verdicts <= {"turn on", "try", "not worth it", "already on", "not known", "refused", *over}
     for one in shown["techniques"]:
         assert one["why"]
         assert (one["gain"] is None) == (one["method"] == "")
     assert command(trace, given, out=None, as_json=False) == 0
     shown_text = capsys.readouterr().out
-    assert "Expected, not measured" in shown_text
+    assert "Expected, not measured: times as fast as the run as it was (already on: as without it)" in shown_text
+    flags = {one["flag"] for one in shown["techniques"]}
+    assert all(len(line) <= 118 for line in shown_text.splitlines() if line.strip() not in flags)
+    for verdict in verdicts:
+        assert f"\n{verdict}: " in shown_text
     assert "not recorded of" not in shown_text
 
 

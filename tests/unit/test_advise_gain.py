@@ -101,7 +101,8 @@ def test_bounded_staleness_is_judged_by_what_it_gains_over_less():
     assert two.than == "bounded staleness 1"
     assert two.gain.value > 1.1
     assert two.over.value < 1.03
-    assert two.verdict == "not worth it"
+    assert two.verdict == "no gain over bounded 1"
+    assert row(advice, "bounded_4").verdict == "no gain over bounded 2"
 
 
 def test_sagc_does_nothing_where_nothing_straggles():

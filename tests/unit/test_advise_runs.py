@@ -9,10 +9,12 @@ import pytest
 from advise_runs import made, row, without_times
 
 from metronome.advise.advise import advise
+from metronome.advise.calibrate import calibrate
 from metronome.advise.given import Given, split
 from metronome.advise.measure import measure
 from metronome.advise.text import text
 from metronome.errors import ConfigurationError
+from metronome.observe.words import duration
 
 pytest.importorskip("simpy")
 
@@ -138,13 +140,63 @@ def test_seconds_that_no_part_names_are_said_and_taken_as_serial():
     run = made("synchronous")
     longer = replace(run, steps=tuple(replace(one, seconds=one.seconds + 3.0) for one in run.steps))
     assert re.search(r"3 s a step \(\d+ %\) belong to no recorded part", text(advise(longer)))
-    assert "makes gains uncertain" not in text(advise(longer))
+    assert "everything stands still" not in text(advise(longer))
     much = replace(run, steps=tuple(replace(one, seconds=one.seconds + 20.0) for one in run.steps))
-    assert "makes gains uncertain" in " ".join(text(advise(much)).split())
+    assert "intervals reach to where everything stands still" in " ".join(text(advise(much)).split())
     assert "no recorded part" not in text(advise(run))
     gain, before = row(advise(longer), "periodic").gain.value, row(advise(run), "periodic").gain.value
     mean = sum(one.seconds for one in run.steps) / len(run.steps)
     assert gain == pytest.approx((mean + 3.0) / (mean / before + 3.0), rel=1e-9)
+
+
+def unnamed(run, seconds):
+    """``run`` with so many more seconds in each step, that no part names."""
+    return replace(run, steps=tuple(replace(one, seconds=one.seconds + seconds) for one in run.steps))
+
+
+def test_the_interval_holds_the_case_in_which_unnamed_seconds_overlap_with_nothing():
+    run = made("synchronous", prompt=2)
+    paused = [replace(one, seconds=one.seconds + 12.0, publication=one.publication + 12.0) for one in run.steps]
+    for key in ("bounded_1", "bounded_2"):
+        found = row(advise(unnamed(run, 12.0)), key).gain
+        worst = row(advise(replace(run, steps=tuple(paused))), key).gain.value
+        assert found.value > 1.05 * worst  # so that the case matters
+        assert found.low <= worst <= found.high
+    # Negative control: few such seconds leave the interval as narrow as it was.
+    assert len(calibrate(unnamed(run, 12.0), Given()).ends()) == 1 + len(calibrate(unnamed(run, 3.0), Given()).ends())
+
+
+def test_idle_shares_name_their_denominator_where_much_of_the_time_is_in_no_part():
+    run = made("synchronous")
+    facts = measure(unnamed(run, 20.0))
+    total = sum(one.seconds for one in run.steps)
+    assert facts.unrecorded == pytest.approx(6 * 20.0 / (total + 6 * 20.0), rel=1e-12)
+    said = f"of the steps' {duration(total + 6 * 20.0)}, of which {100 * facts.unrecorded:.0f} % is in no recorded part"
+    assert said in text(advise(unnamed(run, 20.0)))
+    assert measure(run).unrecorded == pytest.approx(0.0, abs=1e-12)
+    assert "of the steps'" not in text(advise(run))
+    untimed = replace(run, steps=tuple(replace(one, training=None) for one in run.steps))
+    assert measure(untimed).unrecorded is None
+
+
+def test_a_colocated_run_needs_a_split_for_every_source_that_overlaps():
+    run = replace(made("synchronous"), source="colocated")
+    run = replace(run, settings={**run.settings, "workers": 8})
+    advice = advise(run)
+    engines, ranks = advice.split
+    for key in ("periodic", "bounded_1", "bounded_2", "bounded_4", "together"):
+        assert "needs a split" in row(advice, key).changes
+        assert f"{engines} for generation and {ranks} for training" in row(advice, key).why
+    for key in ("shared_prompt", "sagc_fixed_prompts"):
+        assert "split" not in row(advice, key).changes + row(advice, key).why
+    assert "split" not in text(advise(made("synchronous")))
+
+
+def test_what_was_never_held_against_a_run_says_so():
+    advice = advise(made("synchronous"))
+    for one in advice.rows:
+        assert ("never held against a run" in one.why) == one.key.startswith("bounded")
+    assert text(advice).count("fitted to this run; no proof of the gains") == 1
 
 
 def test_groups_of_one_response_are_refused():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import types
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -299,6 +302,17 @@ def test_doctor_calls_a_host_ready_only_where_its_package_is(
     assert found["problems"] == []
 
 
+def test_doctor_says_that_the_local_host_needs_torch(
+    installed: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed["metronome.hosts"] = [Point("local", Host())]
+    for there, reason in ((True, None), (False, 'needs torch: pip install "metronome-rl[local]"')):
+        monkeypatch.setattr(doctor, "find_spec", lambda name, there=there: object() if there else None)
+        assert main(["doctor", "--json"]) == 0
+        [host] = report(capsys)["hosts"]
+        assert (host["ready"], host["reason"]) == (there, reason)
+
+
 def test_doctor_exits_2_on_a_plugin_that_raises_and_still_shows_the_others(
     installed: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -331,6 +345,17 @@ def test_doctor_reports_two_plugins_that_offer_one_name(installed: Any, capsys: 
     )
     assert "found 'plain'" in problem
     assert "METRONOME_DISABLE_PLUGINS=two" in problem
+
+
+def test_plugins_lists_two_that_offer_one_name_and_says_so(installed: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    installed["metronome"].append(Point("two", plugin()))
+    for arguments in (["plugins"], ["plugins", "--json"]):
+        assert main(arguments) == 2
+        said = capsys.readouterr()
+        assert said.out.count("example-distribution 1.2") == 2
+        assert said.err.startswith("metronome: error: a name is offered twice")
+        assert "found 'plain'" in said.err
+        assert said.err.count("\n") == 1
 
 
 def offering(*offered: Any) -> types.ModuleType:
@@ -380,6 +405,20 @@ def test_doctor_reports_a_host_that_raises_at_import(installed: Any, capsys: pyt
     installed["metronome.hosts"] = [Point("example", ValueError("broken"))]
     assert main(["doctor", "--json"]) == 2
     assert "the host 'example' raised at import: ValueError: broken" in report(capsys)["problems"][0]
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["recipes", "--json"], ["plugins"]], ids=" ".join)
+def test_a_reader_that_has_gone_ends_the_command_without_a_traceback(arguments: list[str]) -> None:
+    """As ``| head`` does: nobody reads the output any more when it is written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "metronome.cli", *arguments], stdout=writer, stderr=subprocess.PIPE, timeout=60
+        )
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, b"")
 
 
 def test_the_console_script_is_this_main() -> None:

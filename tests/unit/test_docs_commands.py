@@ -86,6 +86,8 @@ RUN_BY: dict[str, str | tuple[str, ...]] = {
     ),
     "metronome reproduce periodic-1.92x": HERE,
     "metronome simulate gpu_8x8": HERE,
+    "metronome simulate --print gpu_8x8": HERE,
+    "metronome simulate --print npu_64": HERE,
     "metronome simulate npu_64 steps=4 --json": HERE,
     "metronome simulate engines_1000": (
         "tests/unit/test_simulate_command.py::test_a_thousand_engines_and_a_hundred_thousand_rollouts_take_under_a_minute"
@@ -306,7 +308,8 @@ def test_every_program_takes_its_flags(command: str) -> None:
 
 @pytest.mark.parametrize("command", EXTRAS)
 def test_every_extra_is_one_of_the_project_s(command: str) -> None:
-    extra = re.search(r"\[([\w-]+)\]", command)
-    assert extra is not None
+    extras = re.search(r"\[([\w,-]+)\]", command)
+    assert extras is not None
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2]
-    assert re.search(rf"^{extra[1]} = \[", project.partition("\n[")[0], flags=re.MULTILINE)
+    for extra in extras[1].split(","):
+        assert re.search(rf"^{extra} = \[", project.partition("\n[")[0], flags=re.MULTILINE), extra

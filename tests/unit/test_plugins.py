@@ -436,3 +436,24 @@ def test_a_plugin_registered_by_hand_carries_its_distribution(install: Any) -> N
     manager = plugin_manager()
     register(manager, "mine", make_plugin("plain"), "my distribution 3")
     assert {(one.plugin, one.distribution) for one in offers(manager)} == {("mine", "my distribution 3")}
+
+
+def test_a_package_that_a_plugin_lacks_is_what_to_install(install: Callable[..., None]) -> None:
+    missing = ModuleNotFoundError("No module named 'absent_package'", name="absent_package.part")
+    install(Point("one", make_plugin("plain", build=lambda *_: (_ for _ in ()).throw(missing))))
+    with pytest.raises(PluginError, match="raised in") as error:
+        resolve(settings_for(), CPU, 0, plugin_manager({}))
+    assert "No module named 'absent_package'" in one_line(error)
+    assert error.value.remedy == "install absent_package"
+    install(Point("one", missing))
+    with pytest.raises(PluginError, match="raised at import") as error:
+        plugin_manager({})
+    assert error.value.remedy == "install absent_package, or METRONOME_DISABLE_PLUGINS=one"
+
+
+def test_a_module_that_an_installed_package_lacks_is_the_plugin_s_fault(install: Callable[..., None]) -> None:
+    missing = ModuleNotFoundError("No module named 'metronome.absent'", name="metronome.absent")
+    install(Point("one", make_plugin("plain", build=lambda *_: (_ for _ in ()).throw(missing))))
+    with pytest.raises(PluginError) as error:
+        resolve(settings_for(), CPU, 0, plugin_manager({}))
+    assert error.value.remedy == "mend the plug-in, or METRONOME_DISABLE_PLUGINS=one"

@@ -10,6 +10,8 @@ from reader_files import events, jsonl, local_run
 from metronome.errors import ConfigurationError
 from metronome.observe.readers import SETTINGS, TRACES, read_run
 
+COUNTS = ("workers", "slots", "trainer_ranks", "prompts", "group_size", "max_tokens")
+
 
 @pytest.mark.parametrize("name", ["empty", "foreign"])
 def test_a_folder_without_a_run_is_one_error_that_lists_what_was_looked_for(tmp_path: Path, name: str) -> None:
@@ -21,6 +23,7 @@ def test_a_folder_without_a_run_is_one_error_that_lists_what_was_looked_for(tmp_
         read_run(tmp_path)
     for host in ("local", "verl", "openrlhf", "areal", "csv"):
         assert f"{host}: " in str(caught.value)
+    assert len(str(caught.value)) - len(str(tmp_path)) < 500
     assert caught.value.exit_code == 2
 
 
@@ -37,12 +40,60 @@ def test_the_records_of_two_hosts_in_one_folder_are_refused(tmp_path: Path) -> N
         read_run(tmp_path)
 
 
-def test_overrides_stand_over_what_was_recorded(tmp_path: Path) -> None:
+def test_overrides_add_what_the_records_lack(tmp_path: Path) -> None:
     folder, _ = local_run(tmp_path)
-    assert read_run(folder).settings["slots"] == 8
-    run = read_run(folder, ["slots=64", "source=bounded", "staleness=2"])
+    assert "max_tokens" in read_run(folder).settings
+    (folder / "recipe.yaml").unlink()
+    run = read_run(folder, ["slots=64", "source=bounded", "staleness=2", "loss=a3po"])
     assert (run.settings["slots"], run.settings["staleness"], run.source) == (64, 2, "bounded")
+    assert run.settings["loss"] == "a3po"
     assert "source" not in run.settings
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("slots=64", "slots contradicts the record, which has 8; found 64"),
+        ("source=bounded", "source contradicts the record, which has periodic"),
+        ("staleness=2", "staleness contradicts the record, which has 0"),
+        ("loss=a3po", "loss contradicts the record, which has ppo"),
+        ("group_size=16", "group_size contradicts the record, which has 2"),
+        ("prompts=4", "prompts contradicts the record, which has 3"),
+    ],
+)
+def test_an_override_that_contradicts_the_record_is_refused(tmp_path: Path, given: str, says: str) -> None:
+    folder, _ = local_run(tmp_path)
+    with pytest.raises(ConfigurationError, match=says):
+        read_run(folder, [given])
+
+
+def test_an_override_that_says_what_was_recorded_changes_nothing(tmp_path: Path) -> None:
+    folder, _ = local_run(tmp_path)
+    again = read_run(folder, ["slots=8", "source=periodic", "staleness=0", "group_size=2", "prompts=3"])
+    assert (again.steps, again.source) == (read_run(folder).steps, "periodic")
+
+
+def test_a_group_size_is_held_against_every_step_of_a_verl_run() -> None:
+    assert read_run(TRACES / "verl", ["group_size=4"]).settings["group_size"] == 4
+    with pytest.raises(ConfigurationError, match="group_size contradicts the record, which has 4"):
+        read_run(TRACES / "verl", ["group_size=16"])
+    with pytest.raises(
+        ConfigurationError, match=r"staleness contradicts the record, which has 0.*or give source=bounded"
+    ):
+        read_run(TRACES / "verl", ["staleness=2"])
+    assert read_run(TRACES / "verl", ["staleness=2", "source=bounded"]).settings["staleness"] == 2
+
+
+def test_step_numbers_that_are_not_the_hosts_own_are_said() -> None:
+    said = {
+        "verl": "verl's step 1 is 0, verl's step 5 is 4.",
+        "openrlhf": "OpenRLHF's step 1 is 0,",
+        "local": "period 1 is 0,",
+    }
+    for name, words in said.items():
+        assert any(words in note for note in read_run(TRACES / name).notes), name
+    for name in ("areal", "example.csv"):  # theirs begin with 0
+        assert not any("numbered" in note for note in read_run(TRACES / name).notes), name
 
 
 @pytest.mark.parametrize(
@@ -53,6 +104,11 @@ def test_overrides_stand_over_what_was_recorded(tmp_path: Path) -> None:
         ("workers=two", "workers can't be this.*'two'"),
         ("workers=true", "workers can't be this.*True"),
         ("workers=-1", "workers can't be this.*-1"),
+        *((f"{key}=0", rf"{key} can't be this; found 0.*{key}=4 \(1 or more\)") for key in COUNTS),
+        ("loss=foo", "loss can't be this; found 'foo'.*one of a3po, ppo, reinforce"),
+        ("attention=foo", "attention can't be this; found 'foo'.*one of host, shared_prompt"),
+        ("group_controller=foo", "group_controller can't be this; found 'foo'.*sagc"),
+        ("tokenizer=/nope", "no tokenizer there; found '/nope'"),
         ("staleness=.nan", "staleness can't be this"),
         ("source=sometimes", "synchronous, colocated, periodic, bounded"),
     ],

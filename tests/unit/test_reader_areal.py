@@ -235,3 +235,33 @@ def test_a_periodic_trainer_s_spans_are_the_parts_of_its_update_without_the_wait
     board(tmp_path)  # the same without our metric: the update's own scope
     own = [(one.kind, round(one.end - one.start, 6)) for one in read_run(tmp_path).spans if one.step == 0]
     assert own == [("train", 2.0), ("publish", 0.5)]
+
+
+def test_a_negative_time_is_refused_with_where_it_stands(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"timeperf/train_step can't be negative; found -2\.0.*step 0"):
+        read_run(board(tmp_path / "board", **{"timeperf/train_step": -2.0}))
+    for name, written, key, value, says in (
+        ("dur", traces, "dur", -5, r"dur can't be negative; found -5.*traces-r0\.jsonl, line 3"),
+        ("turn", sessions, "phases", {"generate": [{"start_ts": 9.0, "end_ts": 8.0}]}, r"session ends.*jsonl, line 3"),
+    ):
+        folder = written(board(tmp_path / name))
+        (path,) = (one for one in folder.rglob("*.jsonl"))
+        rows = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+        rows[2][key] = value
+        jsonl(path, rows)
+        with pytest.raises(ConfigurationError, match=says):
+            read_run(folder)
+
+
+def test_a_step_that_was_logged_before_the_one_before_it_is_refused(tmp_path: Path) -> None:
+    logged = [(WALL + 8.0, 0, STEP), (WALL + 3.0, 1, STEP)]
+    events(tmp_path / "tensorboard" / "events.out.tfevents.1.x", logged)
+    with pytest.raises(ConfigurationError, match=r"logged before the one before it; found '-5\.000 s'.*step 1"):
+        read_run(tmp_path)
+
+
+def test_a_response_shorter_than_its_prompt_is_refused(tmp_path: Path) -> None:
+    folder = dump(board(tmp_path))
+    jsonl(folder / "rollout" / "0" / "0.jsonl", [sample(0, 0, 0, length=-3)])
+    with pytest.raises(ConfigurationError, match=r"seqlen must be at least prompt_len.*0\.jsonl, line 1"):
+        read_run(folder)

@@ -57,8 +57,12 @@ def test_a_csv_with_a_byte_order_mark_and_windows_line_ends_is_read(tmp_path: Pa
         ((ROWS[0], "5,a,,0,1,,,,"), HEADER, "response_length must be a finite number.*line 3"),
         (("5,a,2.5,0,1,,,,",), HEADER, "must be a whole number.*line 2"),
         (("5,a,-2,0,1,,,,",), HEADER, "can't be negative"),
-        (("5,a,2,3,1,,,,",), HEADER, "ends before it starts"),
-        (("5,a,2,3", ROWS[0]), HEADER, "more or fewer values.*line 2"),
+        (("5,a,2,3,1,,,,",), HEADER, "ends before it starts.*line 2.*end after start"),
+        (("5,a,2,3", ROWS[0]), HEADER, "more or fewer values.*line 2.*a value for each column"),
+        ((ROWS[0], "5,a,2,-5,1,,,,"), HEADER, "start can't be negative; found -5.0.*line 3.*count seconds"),
+        (("5,a,2,0,1,-3,,,",), HEADER, "prompt_length can't be negative; found -3.*line 2"),
+        ((), HEADER.replace(",", ";"), "separated by semicolons.*line 1.*separate them by commas"),
+        ((), HEADER.replace(",", "\t"), "separated by tabs.*line 1.*separate them by commas"),
     ],
 )
 def test_a_csv_that_does_not_fit_is_refused(tmp_path: Path, rows: tuple[str, ...], header: str, says: str) -> None:
@@ -70,3 +74,9 @@ def test_a_last_line_that_is_still_being_written_is_left_out_and_said(tmp_path: 
     run = read_run(write(tmp_path, *ROWS, "6,b,7", end=""))
     assert len(run.rollouts) == 4
     assert any("cut" in note for note in run.notes)
+
+
+def test_a_worker_that_is_a_number_is_called_a_worker_and_the_csvs_own_steps_are_said(tmp_path: Path) -> None:
+    run = read_run(write(tmp_path, *(row.replace("gpu", "") for row in ROWS)))
+    assert [span.lane for span in run.spans] == ["worker 0", "worker 1", "rollout", "rollout"]
+    assert any("the CSV's step 5 is 0, the CSV's step 6 is 1." in note for note in run.notes)

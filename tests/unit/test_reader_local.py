@@ -172,3 +172,36 @@ def test_the_shipped_runs_take_the_time_of_their_schedule_s_closed_form(name: st
         begin = min(one.start for one in run.rollouts if one.step == step.number and one.start is not None)
         assert max(ends) - begin == pytest.approx(step.seconds, rel=0.02)
     assert differs  # the other schedule's form wouldn't fit
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "key", "value"),
+    [
+        ("metrics", 2, "seconds", -1.0),
+        ("metrics", 3, "seconds_step", -0.2),
+        ("metrics", 2, "arrivals", [1.0, -1.5, 4.0]),
+        ("metrics", 2, "work", [0.8, 0.8, -0.8]),
+        ("groups", 4, "end", -1e9),
+        ("groups", 4, "start", -1.0),
+        ("groups", 4, "lengths", [1, -7]),
+    ],
+)
+def test_a_negative_time_is_refused_with_its_file_and_line(
+    tmp_path: Path, file: str, line: int, key: str, value: object
+) -> None:
+    folder, _ = local_run(tmp_path)
+    path = folder / f"{file}.jsonl"
+    records = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+    records[line - 1][key] = value
+    jsonl(path, records)
+    with pytest.raises(ConfigurationError, match=rf"{key} can't be negative; found -.*{file}\.jsonl, line {line}"):
+        read_run(folder)
+
+
+def test_a_group_that_ends_before_it_starts_is_refused(tmp_path: Path) -> None:
+    folder, _ = local_run(tmp_path)
+    of_run = groups(1, CLOCK, [1.0, 1.5, 4.0]) + groups(2, CLOCK + 6.0, [2.0, 2.1, 2.2])
+    of_run[2]["end"] = of_run[2]["start"] - 0.5
+    jsonl(folder / "groups.jsonl", of_run)
+    with pytest.raises(ConfigurationError, match=r"a group ends before it starts.*groups\.jsonl, line 3"):
+        read_run(folder)

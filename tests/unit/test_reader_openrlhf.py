@@ -120,3 +120,13 @@ def test_a_group_size_that_is_given_tells_the_prompts() -> None:
     run = read_run(TRACES / "openrlhf", ["group_size=4"])
     assert [(step.group_size, step.prompts) for step in run.steps] == [(4, 4)] * 5
     assert not any("group_size=G" in note for note in run.notes)
+
+
+def test_a_negative_time_is_refused_with_where_it_stands(tmp_path: Path) -> None:
+    steps = [status(), status(**{"timing/ppo_train": -2.0, "policy_loss": -9.0})]
+    with pytest.raises(
+        ConfigurationError, match=r"timing/ppo_train can't be negative; found -2\.0.*train\.log, line 4"
+    ):
+        read_run(log(tmp_path / "log", *steps))
+    with pytest.raises(ConfigurationError, match=r"timing/ppo_train can't be negative; found -2\.0.*step 2"):
+        read_run(board(tmp_path / "board", *steps))

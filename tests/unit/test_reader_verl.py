@@ -206,3 +206,15 @@ def test_estimated_lengths_of_the_shipped_run_stay_near_its_recorded_mean() -> N
         lengths = [one.response_tokens for one in run.rollouts if one.step == step.number]
         assert max(lengths) <= (step.response_tokens_max or 0.0)
         assert sum(lengths) / len(lengths) == pytest.approx(step.response_tokens, rel=0.1)
+
+
+@pytest.mark.parametrize("key", ["timing_s/gen", "timing_s/step", "timing_s/adv", "metronome/periodic/seconds_waiting"])
+def test_a_negative_time_is_refused_with_its_file_and_line(tmp_path: Path, key: str) -> None:
+    folder = run_folder(tmp_path, line(1), line(2, **{key: -4.0}))
+    with pytest.raises(ConfigurationError, match=rf"{key} can't be negative; found -4\.0.*metrics\.jsonl, line 2"):
+        read_run(folder)
+
+
+def test_a_negative_figure_that_is_no_time_is_kept(tmp_path: Path) -> None:
+    (step,) = read_run(run_folder(tmp_path, line(1, **{"actor/pg_loss": -4.0, "critic/score/mean": -1.0}))).steps
+    assert (step.metrics["actor/pg_loss"], step.reward) == (-4.0, -1.0)

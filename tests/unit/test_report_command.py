@@ -21,7 +21,7 @@ def records(monkeypatch):
     import metronome.observe.readers as readers
 
     def read_run(path, overrides=()):
-        run = made(Path(path).name)
+        run = made(Path(path).name, notes=tuple(overrides))
         return replace(run, steps=()) if run.name == "empty" else run
 
     monkeypatch.setattr(readers, "read_run", read_run)
@@ -34,6 +34,39 @@ def test_the_page_is_written_and_its_size_said(tmp_path, capsys):
     assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert capsys.readouterr().out == f"wrote {out} (0.0 MB): 2 runs, 4 steps\n"
     assert [one.name for one in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_what_has_an_equals_sign_and_is_no_file_is_a_setting_of_all_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("lr=1").mkdir()
+    assert main(["report", "a", "group_size=4", "lr=1", "source=bounded", "--out", "page.html"]) == 0
+    assert capsys.readouterr().out.endswith(": 2 runs, 4 steps\n")
+    text = Path("page.html").read_text(encoding="utf-8")
+    assert text.count("<li>group_size=4</li>\n<li>source=bounded</li>") == text.count("<li>source=bounded</li>") == 2
+
+
+def test_settings_without_a_run_are_one_line(tmp_path, capsys):
+    assert "no run was given" in refused(["group_size=4", "--out", str(tmp_path / "page.html")], capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_setting_does_what_the_records_notes_promise(tmp_path, monkeypatch, capsys):
+    monkeypatch.undo()
+    monkeypatch.setattr(command, "_plotly", lambda: "/* plotly */")
+    out = tmp_path / "page.html"
+    assert main(["report", "openrlhf", "--out", str(out)]) == 0
+    assert "give group_size=G" in out.read_text(encoding="utf-8")
+    assert main(["report", "openrlhf", "group_size=4", "--out", str(out)]) == 0
+    text = out.read_text(encoding="utf-8")
+    assert "give group_size=G" not in text
+    assert "<dt>group size G</dt><dd>4</dd>" in text
+    assert "no such setting of a run" in refused(["openrlhf", "group_sise=4", "--out", str(out)], capsys)
+    assert "tokenizer" in refused(["verl", "tokenizer=nowhere", "--out", str(out)], capsys)
+
+
+def test_the_help_names_the_settings(capsys):
+    assert main(["report", "--help"]) == 0
+    assert "KEY=VALUE" in capsys.readouterr().out
 
 
 def test_a_page_of_ours_is_written_anew(tmp_path):

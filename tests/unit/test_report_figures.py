@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from report_records import made, without_times
+from report_records import laid_run, made, without_times
 
 from metronome.observe import by_step, parts, staleness, timeline
 from metronome.observe.figures import BACKGROUNDS, COLOURS, DASHES, KINDS, PATTERNS, SYMBOLS, filled, fold, look
@@ -65,6 +65,22 @@ def test_a_timeline_says_what_has_no_lane():
     workers_only = timeline.panel(one(spans=()), "timeline")
     assert "trainer's times were not recorded" in workers_only.notes[0]
     assert "not recorded" not in " ".join(timeline.panel(one(), "timeline").notes)
+
+
+def test_a_timeline_of_parts_laid_end_to_end_draws_and_says_what_no_part_names():
+    panel = timeline.panel(Measured(laid_run(), "laid"), "timeline")
+    rest = traces(panel)["no part named"]
+    assert (rest["y"], rest["base"], rest["x"]) == (["trainer<br>idle 30 %"] * 2, [5.0, 15.0], [5.0, 5.0])
+    assert panel.notes[0].startswith("No recorded part names 50 % of the steps' time. It isn't counted as idle")
+    assert not any("No recorded part" in note for note in timeline.panel(one(), "timeline").notes)
+
+
+def test_a_timeline_says_where_its_trainer_was_idle_longer_than_the_run_recorded():
+    run = made()
+    less = Measured(replace(run, steps=tuple(replace(step, waiting=0.5) for step in run.steps)), "less")
+    note = "The run recorded 12 % of waiting, which the summary has; the trainer's lane leaves 25 %: some"
+    assert timeline.panel(less, "timeline").notes[0].startswith(note)
+    assert not any("of waiting" in note for note in timeline.panel(one(), "timeline").notes)
 
 
 def test_a_long_run_draws_its_first_steps_and_says_so(monkeypatch):

@@ -1,12 +1,14 @@
 """The timeline's arithmetic: who was busy when, and what is left."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from report_records import made
+from report_records import laid_run, made
 
-from metronome.observe.lanes import UNNAMED, lanes_of, union
+from metronome.observe.lanes import REST, UNNAMED, lanes_of, union
 from metronome.observe.records import Rollout, RunRecord, Span, Step
 
 # A busy machine may take its time with the first example.
@@ -100,3 +102,28 @@ def test_lanes_stand_in_natural_order_with_the_trainer_first():
 def test_covered_counts_from_the_beginning():
     stretches = union([1.0, 3.0], [2.0, 5.0])
     assert stretches.covered(np.array([0.0, 1.5, 2.5, 4.0, 9.0])).tolist() == [0.0, 0.5, 1.0, 2.0, 3.0]
+
+
+def test_steps_laid_end_to_end_have_all_their_seconds_and_what_no_part_names_is_no_idle_time_of_the_trainer():
+    lanes = lanes_of(laid_run())
+    assert (lanes.windows.starts.tolist(), lanes.windows.ends.tolist()) == ([0.0, 10.0], [10.0, 20.0])
+    trainer, worker = lanes.lanes
+    assert (trainer.idle_share, worker.idle_share) == pytest.approx((0.3, 0.7), abs=1e-12)
+    rest = trainer.kinds[REST]
+    assert (rest.starts.tolist(), rest.ends.tolist()) == ([5.0, 15.0], [10.0, 20.0])
+    assert REST not in worker.kinds
+    clocked = lanes_of(replace(laid_run(), laid=False))  # a clock's spans: a step ends with the trainer's last one
+    assert clocked.windows.ends.tolist() == [5.0, 15.0]
+    assert REST not in clocked.lanes[0].kinds
+
+
+def test_parts_that_fill_their_steps_leave_nothing_unnamed_to_rounding():
+    spans, begin = [], 0.0
+    for number in range(3):
+        spans += [
+            Span("rollout", "generate", begin, begin + 0.1, number),
+            Span("trainer", "train", begin + 0.1, begin + 0.1 + 0.2, number),
+        ]
+        begin += 0.3
+    run = RunRecord("full", "openrlhf", None, tuple(Step(n, 0.3) for n in range(3)), spans=tuple(spans), laid=True)
+    assert len(lanes_of(run).lanes[0].kinds[REST].starts) == 0

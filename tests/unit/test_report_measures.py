@@ -7,6 +7,7 @@ from report_records import made, without_times
 
 from metronome.observe.comparison import same_work, summary
 from metronome.observe.measures import CLIPPED, Measured, measure
+from metronome.observe.readers import TRACES, read_run
 from metronome.observe.records import RunRecord, Step
 from metronome.observe.weights import table
 from metronome.observe.words import change, duration, number, percent
@@ -212,3 +213,24 @@ def test_figures_are_written_with_their_units():
     assert change([4.0, 4.0]) == "4"
     assert change([8.0, 4.0, 8.0]) == "8 to 8"
     assert change([]) == "not recorded"
+
+
+def test_a_small_ratio_keeps_two_digits():
+    first, fast = made("a"), made("b")
+    fast = replace(fast, steps=tuple(replace(step, seconds=step.seconds / 400) for step in fast.steps))
+    rows, _, _ = summary_of(first, fast)
+    assert rows["Seconds of a step, mean"][-1] == "0.0025"
+    assert rows["Rollouts"][-1] == "1.00"
+
+
+@pytest.mark.parametrize("name", ["verl", "openrlhf", "local_synchronous", "local_periodic"])
+def test_the_summary_the_lanes_and_the_recorded_parts_have_one_denominator(name):
+    run = read_run(TRACES / name)
+    whole = sum(step.seconds for step in run.steps)
+    shown = Measured(run, name)
+    trainer, *workers = shown.lanes.lanes
+    assert shown.trainer_idle_share == pytest.approx(sum(step.waiting for step in run.steps) / whole, abs=1e-9)
+    assert trainer.idle_share == pytest.approx(shown.trainer_idle_share, abs=0.01)
+    assert [worker.idle_share for worker in workers] == pytest.approx([shown.worker_idle_share], abs=1e-9)
+    if run.laid:  # in turns: the worker generates while the trainer waits, and only then
+        assert shown.worker_idle_share == pytest.approx(1 - shown.trainer_idle_share, abs=1e-6)

@@ -25,7 +25,7 @@ def test_the_table_is_grouped_by_technique_with_paper_ours_and_tolerance(capsys)
     assert "tokens 8x 7.788x 8x +- 0.5x" in shown
     assert "not reproducible here: periodic-3.12x (Qwen3-8B against MindSpeed-RL): Another framework" in shown
     assert "survey-generation-time: 512 rollouts of one H100 take this long. Source: Hugging Face blog" in shown
-    assert "2 of 2 computed rows shown within their tolerance; 1 not reproducible here" in shown
+    assert "2 of 2 rows that can be computed are shown within their tolerance; 1 not reproducible here" in shown
 
 
 def test_a_row_out_of_tolerance_is_exit_code_1_and_says_what_was_wanted(capsys, monkeypatch, tmp_path) -> None:
@@ -46,7 +46,7 @@ def test_a_row_that_needs_torch_is_not_success_without_it(capsys, monkeypatch) -
     assert main(["reproduce", "shared-8x", "a3po-alpha-table"]) == 1
     shown = lines(capsys.readouterr().out)
     assert "not run: a3po-alpha-table (alpha = 1/d for d >= 1): needs torch" in shown
-    assert "1 of 2 computed rows shown within their tolerance; 1 not run, so not shown" in shown
+    assert "1 of 2 rows that can be computed are shown within their tolerance; 1 not run, so not shown" in shown
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,20 @@ def test_a_calibrated_row_is_called_so(capsys) -> None:
     shown = lines(capsys.readouterr().out)
     assert "simulation, calibrated: shown" in shown
     assert "calibrated, not reproduced: SAGC's rates and hours; delta isn't public" in shown
+
+
+def test_the_reason_of_a_row_that_cannot_be_shown_is_told_once(capsys) -> None:
+    assert main(["reproduce", "periodic-3.12x"]) == 0
+    shown = lines(capsys.readouterr().out)
+    assert shown.count("Another framework on other devices") == 1
+    assert "Source: arXiv 2511.18871" in shown
+    assert "rows that can be computed" not in shown  # there is none
+    assert "1 not reproducible here" in shown
+
+
+def test_the_help_names_both_reasons_for_exit_code_1(capsys) -> None:
+    assert main(["reproduce", "--help"]) == 0
+    assert "out of its tolerance or couldn't be run" in lines(capsys.readouterr().out.replace("│", " "))
 
 
 def test_the_list_names_every_row_and_computes_nothing(capsys, monkeypatch) -> None:

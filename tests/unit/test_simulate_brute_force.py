@@ -257,7 +257,7 @@ def plain(seed):
     )
 
 
-SAGC = {"eta": 0.5, "min_dwell": 1, "delta": 0.2, "tau": 1.6}
+SAGC = {"sizes": (2, 4, 8), "eta": 0.5, "min_dwell": 1, "delta": 0.2, "tau": 1.6}
 POLICIES = [
     Policy(source="synchronous", proximal="recompute"),
     Policy(source="synchronous_colocated", shared_prompt=True),

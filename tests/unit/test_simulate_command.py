@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from metronome.errors import ConfigurationError
 from metronome.simulate import Policy, simulate
 from metronome.simulate.command import load_cluster, shipped
 
+DOCS = Path(__file__).parents[2] / "docs"
 SMALL = """
 description: two engines
 engines: {count: 2, slots: 4, decode: {kind: law, tokens_per_second: 40, half: 5}}
@@ -45,6 +47,8 @@ def test_a_shipped_cluster_is_found_by_name_and_its_table_says_simulated(capsys)
     text = " ".join(capsys.readouterr().out.split())
     assert "simulated, not measured: 32 engines and 32 trainer ranks on 64 devices, 2 step(s)" in text
     assert "numbers ours, not measured" in text
+    assert "without failures, over its first 2 step(s): 1" in text
+    assert "of 63 splits tried, to within 2 engine(s). The fastest is" in text
     for words in ("bounded(2), recompute", "SAGC at fixed", "Split for periodic", "(bounds ours)", "x, rollouts"):
         assert words in text
 
@@ -80,7 +84,78 @@ def test_where_g_moves_equal_steps_and_equal_rollouts_differ(small, capsys):
     assert len(set(row["group_sizes"])) > 1
     assert row["ratio_at_equal_steps"] > 1.1 * row["ratio_at_equal_rollouts"]
     assert run(small, "steps=30", "group_size=16", policies) == 0
-    assert "G chosen, periodic, SAGC at fixed prompts: 16 for" in " ".join(capsys.readouterr().out.split())
+    assert (
+        "periodic, SAGC at fixed prompts: G is chosen among 4, 8, 16 with 6 prompts a step; it was 16 for"
+        in " ".join(capsys.readouterr().out.split())
+    )
+
+
+SAGC = "policies=[{source: periodic}, {source: periodic, group_controller: sagc%s}]"
+
+
+def test_sagc_chooses_from_the_clusters_own_g_downwards_and_says_among_what(small, capsys):
+    def among(group_size, sagc=""):
+        assert run(small, f"group_size={group_size}", SAGC % sagc, "--json") == 0
+        return json.loads(capsys.readouterr().out)["policies"][1]
+
+    for group_size, sizes in ((16, [4, 8, 16]), (8, [2, 4, 8]), (6, [3, 6]), (4, [2, 4])):
+        row = among(group_size)
+        assert row["policy"]["sagc"]["sizes"] == sizes
+        assert row["group_sizes"][0] == group_size
+        assert row["prompts_by_size"] == {str(size): 6 * group_size // size for size in sizes}
+    row = among(8, ", sagc: {sizes: [4, 16], budget: fixed_prompts}")  # sizes that are given stay
+    assert row["policy"]["sagc"]["sizes"] == [4, 16]
+    assert row["prompts_by_size"] == {"4": 3, "16": 3}
+    assert among(8, ", sagc: {sizes: [2, 8], start: 2}")["group_sizes"][0] == 2
+    assert run(small, "group_size=8", SAGC % "") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "periodic, SAGC: G is chosen among 2, 4, 8 with 24, 12, 6 prompts a step; it" in said
+
+
+def test_a_g_that_never_moved_is_told_so(small, capsys):
+    assert run(small, "group_size=8", "steps=2", SAGC % ", sagc: {min_dwell: 5}") == 0
+    assert "it never moved from 8 in 2 step(s): simulate more steps" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_a_group_without_a_half_leaves_sagc_out_and_refuses_one_that_is_asked_for(small, capsys, group_size):
+    assert run(small, f"group_size={group_size}", "--json") == 0
+    assert not any("SAGC" in row["label"] for row in json.loads(capsys.readouterr().out)["policies"])
+    assert run(small, f"group_size={group_size}", SAGC % "") == 2
+    assert "SAGC has no smaller group to choose" in capsys.readouterr().err
+    assert run(small, f"group_size={group_size}", SAGC % ", sagc: {sizes: [2, 4]}") == 0
+
+
+def test_print_shows_a_cluster_as_it_is_and_simulates_nothing(small, capsys, monkeypatch):
+    monkeypatch.setattr("metronome.simulate.command.simulate_policy", lambda *_: pytest.fail("simulated"))
+    for name in shipped():
+        assert run("--print", name) == 0
+        text = capsys.readouterr().out
+        small.write_text(text)
+        assert load_cluster(str(small)) == load_cluster(name)
+        assert "# Every number here is ours, not measured" in text
+    assert run("--print", small, "steps=2") == 2
+    assert "leave them out" in capsys.readouterr().err
+    assert run("--print", "gpu_8x9") == 2
+    assert "gpu_8x8" in capsys.readouterr().err
+
+
+def test_a_misspelt_key_is_named_rather_than_the_one_that_it_leaves_missing(small, capsys):
+    small.write_text(SMALL.replace("slots:", "slot:"))
+    assert run(small) == 2
+    assert "unknown key; found 'slot'; in" in capsys.readouterr().err
+
+
+def test_what_the_pages_say_of_overlap_against_a_colocated_run_is_simulated_so():
+    """1.05x on 47 + 17 devices with free switches, 0.91x in halves; with the cluster's own costs 1.15x and 1.00x."""
+    free = ["resharding_seconds=0", "publication_seconds=0"]
+    split = ["engines.count=47", "trainer.ranks=17"]
+    for overrides, told in ((free + split, "1.05x"), (free, "0.91x"), (split, "1.15x"), ([], "1.00x")):
+        model = load_cluster("gpu_8x8", overrides)
+        turns, ours = (simulate(model, Policy(source=one)) for one in ("synchronous_colocated", "periodic"))
+        assert f"{turns.step_seconds / ours.step_seconds:.2f}x" == told
+        for page in ("limits.md", "techniques/periodic.md"):
+            assert told in (DOCS / page).read_text(encoding="utf-8"), page
 
 
 def test_a_relative_file_of_lengths_starts_at_the_clusters_folder(small, monkeypatch, tmp_path):
@@ -105,6 +180,7 @@ def test_a_relative_file_of_lengths_starts_at_the_clusters_folder(small, monkeyp
         ("policies=[]", "invalid value", "at least one"),
         ("policies=[{source: periodic, max_staleness: 2}]", "invalid value", "max_staleness"),
         ("policies=[{group_controller: fixed, sagc: {tau: 3}}]", "invalid value", "group_controller: sagc"),
+        ("policies=[{group_controller: sagc, sagc: {start: 4}}]", "invalid value", "give sizes beside start"),
         ("policies=[{group_controller: sagc, sagc: {taw: 3}}]", "unknown key; found 'taw'", "tau"),
         ("trainer.seconds_per_token=.nan", "invalid value", "seconds_per_token"),
         ("publication_seconds=-1", "invalid value", "0 or more"),

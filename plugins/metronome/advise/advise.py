@@ -6,9 +6,10 @@ Verdicts, from the 90 % interval [low, high] of the gain:
 - turn on: low above 1.03, and the gradient stays the same.
 - try: low above 1.03, but the gradient changes, so that learning has to be watched; or low above 1 and the gain above
   1.03.
-- not worth it: anything else; the interval reaches 1, or the gain is below 1.03. Bounded staleness is judged by what it
-  gains over the next less stale source (1 over periodic asynchrony, 2 over 1, 4 over 2), and all together by what they
-  gain over periodic asynchrony alone.
+- no gain over ...: it would be worth a try, but not over a lesser change. Bounded staleness is judged by what it gains
+  over the next less stale source (1 over periodic asynchrony, 2 over 1, 4 over 2), and all together by what they gain
+  over periodic asynchrony alone.
+- not worth it: anything else; the interval reaches 1, or the gain is below 1.03.
 - not known: fewer than three steps, a model that is more than 10 % off, or something that isn't recorded.
 - refused: the host refuses the combination.
 """
@@ -182,4 +183,7 @@ class _Judge:
             value, low = min(value, over.value), min(low, over.low)
         if low > WORTH:
             return "try" if candidate.gradient else "turn on"
-        return "try" if low > 1.0 and value > WORTH else "not worth it"
+        if low > 1.0 and value > WORTH:
+            return "try"
+        alone = found.low > 1.0 and found.value > WORTH
+        return f"no gain over {candidate.than_short}" if alone else "not worth it"

@@ -12,7 +12,9 @@ from metronome.advise.engines import decoding, placement, reading
 from metronome.advise.given import Given
 from metronome.advise.group_cost import GroupCost, group_cost, padding
 from metronome.advise.lengths import StepGroups, step_groups
+from metronome.advise.measure import MUCH
 from metronome.advise.replay import Replay, replays
+from metronome.advise.start_up import without_start_up
 from metronome.advise.times import Times, trainer_times
 from metronome.errors import ConfigurationError
 from metronome.observe.records import RunRecord
@@ -20,9 +22,6 @@ from metronome.simulate.cluster import Cluster, EmpiricalLengths, Engines, LawCu
 from metronome.simulate.lengths import Recorded
 from metronome.simulate.model import simulate
 from metronome.simulate.policy import Policy
-
-# Share of a step in no recorded part above which a caution is printed.
-_MUCH = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +69,11 @@ class Base:
         return self.policy.proximal == "recompute"
 
     @property
+    def unnamed_share(self) -> float:
+        """Share of the steps' seconds in no recorded part."""
+        return sum(one.unnamed for one in self.times) / sum(self.seconds)
+
+    @property
     def lengths(self) -> Recorded:
         """All steps' lengths, to be replayed."""
         return Recorded([one.groups for one in self.steps])
@@ -87,18 +91,20 @@ class Base:
         return cluster.model_copy(update=update), Recorded([groups])
 
     def ends(self) -> tuple[Base, ...]:
-        """The ends of what the record leaves open: the fewest fixed seconds of a group; the most, and dear prompts.
+        """The ends of what the record leaves open: the fewest fixed seconds of a group; the most, and dear prompts;
+        seconds in no recorded part with all standing still.
 
         What isn't fixed is so much less by tokens. Empty where nothing is left open.
         """
-        if self.cost is None and self.dearest is None:
-            return ()
-        low, high = (None, None) if self.cost is None else (self.cost.at(self.cost.low), self.cost.at(self.cost.high))
-        engines = self.dearest or self.cluster.engines
-        ends = (
-            replace(self, cost=low),
-            replace(self, cost=high, cluster=self.cluster.model_copy(update={"engines": engines})),
-        )
+        ends: list[Base] = []
+        if self.cost is not None or self.dearest is not None:
+            low, high = (None, None) if self.cost is None else map(self.cost.at, (self.cost.low, self.cost.high))
+            engines = self.dearest or self.cluster.engines
+            ends.append(replace(self, cost=low))
+            ends.append(replace(self, cost=high, cluster=self.cluster.model_copy(update={"engines": engines})))
+        if self.unnamed_share > MUCH:
+            still = (replace(one, unnamed=0.0, publication=one.publication + one.unnamed) for one in self.times)
+            ends.append(replace(self, times=tuple(still)))
         return tuple(replace(one, cluster=one.costs(one.cluster)) for one in ends)
 
     def costs(self, cluster: Cluster) -> Cluster:
@@ -110,6 +116,7 @@ class Base:
             update={
                 "trainer": cluster.trainer.model_copy(update=changes),
                 "engines": cluster.engines.model_copy(update=engines),
+                "publication_seconds": fmean(one.publication for one in self.times),
             }
         )
 
@@ -132,7 +139,8 @@ def calibrate(run: RunRecord, given: Given) -> Base:
 
     Seconds of training are those of a line through single groups' seconds (``metronome.advise.group_cost``) where these
     are recorded, else proportional to tokens (old log-probs and reference are passes of every token too); each step's
-    sum is the recorded one. Seconds of a step that belong to no recorded part are serial, like the optimiser's.
+    sum is the recorded one. Seconds of a step that belong to no recorded part are serial, like the optimiser's. Leading
+    steps that start something up are left out (``metronome.advise.start_up``).
 
     Raises ConfigurationError for a run without steps or groups, and for what is missing and can't be assumed, with
     the ``KEY=VALUE`` that gives it.
@@ -145,8 +153,10 @@ def calibrate(run: RunRecord, given: Given) -> Base:
         )
     source = _source(run)
     found, prompts_known = step_groups(run, given, assumed)
-    # A CSV ends with a response, so that what followed in its last step isn't in it.
-    steps = [one for one in (found[:-1] if run.host == "csv" and len(found) > 1 else found) if one.step.seconds > 0.0]
+    if run.host == "csv" and len(found) > 1:
+        found = found[:-1]
+        measured.append("the last step ends with its last response, without its training: left out of the model")
+    steps = without_start_up([one for one in found if one.step.seconds > 0.0], measured)
     if not steps:
         raise ConfigurationError(
             "no recorded step has responses and seconds", found=run.name, remedy="give both, metrics and rollouts"
@@ -205,7 +215,9 @@ def calibrate(run: RunRecord, given: Given) -> Base:
     measured.insert(0, f"{training}; {serial}")
     part = unnamed / fmean(one.step.seconds for one in steps)
     if part > 0.001:
-        caution = "; whether they would overlap isn't known, which makes gains uncertain" if part > _MUCH else ""
+        caution = ""
+        if part > MUCH:
+            caution = "; whether they would overlap isn't known: intervals reach to where everything stands still"
         measured.insert(
             1,
             f"{unnamed:.3g} s a step ({100 * part:.0f} %) belong to no recorded part and are taken as serial{caution}",
@@ -219,7 +231,9 @@ def calibrate(run: RunRecord, given: Given) -> Base:
         changed = cluster.model_copy(update={"engines": cluster.engines.model_copy(update={"decode": curve})})
         return simulate(changed, policy, steps=len(steps), lengths=base.lengths).seconds
 
-    engines, error, dearest = decoding(cluster.engines, steps, source, given.half, seconds, measured, assumed)
+    engines, error, dearest = decoding(
+        cluster.engines, steps, source, given.half, seconds, measured, assumed, prompts_known=prompts_known
+    )
     return replace(
         base,
         cluster=cluster.model_copy(update={"engines": engines}),

@@ -26,7 +26,8 @@ class Candidate:
         gradient: whether the gradient changes.
         equal_steps: compare seconds of a step; else seconds of a rollout.
         without: the run without a technique that is on already; ``policy`` is the run's own then.
-        against: the policy over which it must gain; None: the run as it was. ``than`` is its name.
+        against: the policy over which it must gain; None: the run as it was. ``than`` is its name,
+            ``than_short`` a short one.
         reason: why nothing is simulated; ``unknown`` if that is for lack of records.
     """
 
@@ -41,6 +42,7 @@ class Candidate:
     without: Policy | None = None
     against: Policy | None = None
     than: str = ""
+    than_short: str = ""
     reason: str = ""
     unknown: bool = False
 
@@ -78,6 +80,11 @@ def _with(policy: Policy, **changes: object) -> Policy:
     return Policy.model_validate({**policy.model_dump(exclude={"sagc"}), "sagc": policy.sagc, **changes})
 
 
+def _split(base: Base) -> str:
+    """What a source that overlaps both sides costs a run whose sides are the same devices."""
+    return "; needs a split" if base.colocated else ""
+
+
 _NO_SPLIT = "one device can't be split into a side that generates and one that trains"
 
 
@@ -90,7 +97,7 @@ def _periodic(base: Base, cluster: Cluster | None) -> Candidate:
         policy if cluster is not None else None,
         cluster or base.cluster,
         (("rollout_source", "periodic"),),
-        "same gradient; needs a split of the devices" if base.colocated else "same gradient",
+        "same gradient" + _split(base),
         gradient=base.policy.source == "bounded",
         without=with_source(base.policy, "synchronous") if on else None,
         reason="" if cluster is not None else _NO_SPLIT,
@@ -107,11 +114,12 @@ def _bounded(base: Base, cluster: Cluster | None, bound: int) -> Candidate:
         base.policy if on else _stale(base, bound) if cluster is not None else None,
         cluster or base.cluster,
         keys if bound > 1 else keys[:2],
-        f"gradient: tokens up to {bound} version{'s' if bound > 1 else ''} old",
+        f"gradient: staleness {bound}" + _split(base),
         gradient=True,
         without=with_source(base.policy, "periodic") if on else None,
         against=_stale(base, less),
         than=_bounded_name(less),
+        than_short=f"bounded {less}" if less else "periodic",
         reason="" if cluster is not None else _NO_SPLIT,
     )
 
@@ -143,7 +151,7 @@ def _a3po(base: Base, loss: object) -> Candidate:
         _with(base.policy, proximal="a3po") if base.recomputes else None,
         base.cluster,
         (("loss", "a3po"),),
-        "gradient: interpolated proximal policy",
+        "gradient: interpolated proximal",
         gradient=True,
         without=_with(base.policy, proximal="recompute") if on else None,
         reason=reason,
@@ -178,7 +186,7 @@ def _sagc(base: Base, budget: str) -> Candidate:
         _with(base.policy, group_controller="sagc", sagc=spec) if enough else None,
         base.cluster,
         _sagc_keys(chosen, budget),
-        "gradient: G moves; " + ("fewer rollouts a step" if equal_steps else "more prompts a step"),
+        "gradient: G moves; " + ("fewer rollouts" if equal_steps else "more prompts"),
         gradient=True,
         equal_steps=equal_steps,
         reason="" if enough else f"G is {base.cluster.group_size} already: no smaller size is left",
@@ -203,9 +211,10 @@ def _together(base: Base, cluster: Cluster | None) -> Candidate:
         _with(base.policy, **changes) if enough else None,
         cluster or base.cluster,
         keys if known else [keys[0], *keys[2:]],
-        "gradient: G moves (A-3PO: the identity)",
+        "gradient: G moves" + _split(base),
         gradient=True,
         against=with_source(base.policy, "periodic"),
         than=_bounded_name(0),
+        than_short="periodic",
         reason="" if enough else _NO_SPLIT if cluster is None else f"G is {base.cluster.group_size} already",
     )

@@ -66,7 +66,7 @@ class Decode:
     dearest: tuple[LawCurve, float] | None = None
 
 
-def fit(observed: Sequence[Observed], engines: Engines, half: float | None) -> Decode:
+def fit(observed: Sequence[Observed], engines: Engines, half: float | None, *, prompts: bool = True) -> Decode:
     """The curve ``r / (1 + running / half)`` and prefill that leave the smallest squared difference of groups' ends.
 
     For each ``half`` of a grid, and each cost of a prompt token in decoded tokens, the best ``r`` is found: where
@@ -79,6 +79,7 @@ def fit(observed: Sequence[Observed], engines: Engines, half: float | None) -> D
         observed: batches that the engines ran one after the other.
         engines: with any curve and prefill; how many, their slots, and how they read prompts.
         half: a known one; None: fitted from groups' ends, and ``slots`` where only the last end is known.
+        prompts: whether the prompts' lengths are known; else reading them costs nothing.
     """
     batches = _some(observed)
     only_last = all(len(one.ends) == 1 < len(one.groups) for one in batches)
@@ -86,7 +87,7 @@ def fit(observed: Sequence[Observed], engines: Engines, half: float | None) -> D
     halves = [half] if half is not None else [float(slots)] if only_last else _grid(slots)
     best: Decode | None = None
     by_prompt: list[Decode] = []
-    for prompt in (0.0,) if only_last else _PROMPT:
+    for prompt in (0.0,) if only_last or not prompts else _PROMPT:
         fits = []
         for candidate in halves:
             rate, error = _best_rate(batches, engines, candidate, prompt)

@@ -78,6 +78,8 @@ def decoding(
     seconds: Callable[[LawCurve], float],
     measured: list[str],
     assumed: list[str],
+    *,
+    prompts_known: bool,
 ) -> tuple[Engines, float | None, Engines | None]:
     """The engines as fast as they were, how far simulated ends of groups are off the recorded ones, and the engines
     with the dearest prompts that the record leaves open (``Decode.dearest``).
@@ -86,11 +88,12 @@ def decoding(
         engines: with any curve.
         half: given; None: fitted or assumed.
         seconds: simulated seconds of the whole run with a curve, for runs that record nothing of generation.
+        prompts_known: whether the prompts' lengths are; else reading them is taken to cost nothing.
     """
     observed = _observed(steps, source)
     dearest: Engines | None = None
     if observed:
-        found = fit(observed, engines, half)
+        found = fit(observed, engines, half, prompts=prompts_known)
         curve, prefill, error, fitted = found.curve, found.prefill, found.error, found.half_fitted
         if found.dearest is not None:
             dearest = _with(engines, *found.dearest)

@@ -13,6 +13,11 @@ from metronome.sagc.options import SagcOptions
 
 TAU = SagcOptions().tau
 
+MUCH = 0.2
+"""Share of the steps' seconds in no recorded part from which on that is said beside what is derived from them."""
+
+_PARTS = ("training", "proximal", "old_log_probs", "reference", "optimizer", "publication")
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -28,6 +33,7 @@ class Facts:
         truncated: share of responses at the length limit.
         trainer_idle: share of the steps' seconds in which the trainer had nothing to train.
         rollout_idle: share of the workers' seconds outside their generation.
+        unrecorded: share of the steps' seconds in no recorded part; None where that can't be told.
         staleness_mean, staleness_max: of trained responses, in versions, by their first token.
         proximal_share, old_log_probs_share: of the steps' seconds.
         degenerate: share of groups whose rewards are all alike.
@@ -46,6 +52,7 @@ class Facts:
     truncated: float | None
     trainer_idle: float | None
     rollout_idle: float | None
+    unrecorded: float | None
     staleness_mean: float | None
     staleness_max: int | None
     proximal_share: float | None
@@ -99,6 +106,7 @@ def measure(run: RunRecord) -> Facts:
         truncated=_mean([float(one >= limit) for one in lengths]) if isinstance(limit, int) else None,
         trainer_idle=_trainer_idle(run, total),
         rollout_idle=_rollout_idle(run, total),
+        unrecorded=_unrecorded(run, total),
         staleness_mean=_mean(stale),
         staleness_max=max(stale, default=None),
         proximal_share=_share(run.steps, "proximal", total),
@@ -126,6 +134,14 @@ def _trainer_idle(run: RunRecord, total: float) -> float | None:
     if waiting is None and run.source in ("synchronous", "colocated"):
         return _share(run.steps, "generation", total)
     return waiting
+
+
+def _unrecorded(run: RunRecord, total: float) -> float | None:
+    """What waiting (in turns: generation) and the trainer's parts leave of the steps' seconds."""
+    idle = _trainer_idle(run, total)
+    if idle is None or total <= 0.0 or any(step.training is None for step in run.steps):
+        return None
+    return max(0.0, 1.0 - idle - sum(sum(_recorded(run.steps, name)) for name in _PARTS) / total)
 
 
 def _rollout_idle(run: RunRecord, total: float) -> float | None:

@@ -6,7 +6,7 @@ import textwrap
 
 from metronome.advise.advise import Advice, Row
 from metronome.advise.gain import TRUSTED, Calibration, Gain
-from metronome.advise.measure import TAU, Facts
+from metronome.advise.measure import MUCH, TAU, Facts
 from metronome.observe.words import MISSING, duration, number, percent
 
 _WIDTH = 118
@@ -47,16 +47,19 @@ def _facts(advice: Advice) -> list[str]:
     stale = MISSING
     if facts.staleness_mean is not None:
         stale = f"mean {facts.staleness_mean:.2f}, largest {facts.staleness_max} versions"
-    alike = MISSING if facts.degenerate is None else f"in {percent(facts.degenerate)} of the groups"
+    idle = f"trainer {percent(facts.trainer_idle)}, rollout workers {percent(facts.rollout_idle)}"
+    if facts.unrecorded is not None and facts.unrecorded > MUCH:
+        idle += f" of the steps' {duration(facts.steps * facts.step_seconds)}, "
+        idle += f"of which {percent(facts.unrecorded)} is in no recorded part"
     passes = f"share of a step {percent(facts.proximal_share)}; old log-probs {percent(facts.old_log_probs_share)}"
     lines = {
         "recorded": f"{recorded}; {duration(facts.step_seconds)} a step",
         "stragglers": _stragglers(facts),
         "tokens": tokens,
-        "idle": f"trainer {percent(facts.trainer_idle)}, rollout workers {percent(facts.rollout_idle)}",
+        "idle": idle,
         "staleness": stale,
         "proximal pass": passes,
-        "equal rewards": alike,
+        "rewards": f"groups whose rewards are all equal: {percent(facts.degenerate)}",
     }
     return ["Measured", *(f"  {name:<14} {value}" for name, value in lines.items()), ""]
 
@@ -70,7 +73,7 @@ def _stragglers(facts: Facts) -> str:
         return MISSING
     return (
         f"longest over median {facts.straggler_ratio:.2f}; above {TAU:g} in {percent(facts.straggler_rate)} of the "
-        f"groups, in the mean of {percent(facts.straggling_steps)} of the steps"
+        f"groups; a step's mean above {TAU:g} in {percent(facts.straggling_steps)} of the steps"
     )
 
 
@@ -83,6 +86,7 @@ def _model(advice: Advice) -> list[str]:
     if advice.replayed is not None:
         lines += _fit("the run as it was, from its own arrivals", advice.replayed)
     lines += _fit("the run as it was, simulated", advice.simulated)
+    lines += _wrapped("fitted to this run; no proof of the gains")
     return [*lines, ""]
 
 
@@ -101,7 +105,7 @@ def _fit(what: str, fits: Calibration) -> list[str]:
 
 
 def _table(advice: Advice) -> list[str]:
-    rows = [("technique", "expected gain (90 %)", "verdict", "costs and changes")]
+    rows = [("technique", "times as fast (90 %)", "verdict", "costs and changes")]
     rows += [
         (row.name, interval(row.gain) + " *" * (row.method == "replayed"), row.verdict, row.changes)
         for row in advice.rows
@@ -109,7 +113,11 @@ def _table(advice: Advice) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = ["  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3]]).rstrip() for row in rows]
     return [
-        "Expected, not measured: * from the run's own arrivals, else simulated",
+        *_wrapped(
+            "Expected, not measured: times as fast as the run as it was (already on: as without it); in brackets the "
+            "90 % interval; * from the run's own arrivals, else simulated",
+            indent="",
+        ),
         lines[0],
         "-" * min(_WIDTH, max(map(len, lines))),
         *lines[1:],
@@ -130,8 +138,8 @@ def _end(advice: Advice) -> list[str]:
     for row in advice.rows:
         named.setdefault(row.verdict, []).append(row)
     lines = [""]
-    for verdict in ("turn on", "try", "not worth it", "not known", "refused", "already on"):
-        if verdict in named:
+    for kind in ("turn on", "try", "no gain over", "not worth it", "not known", "refused", "already on"):
+        for verdict in (one for one in named if one.startswith(kind)):
             lines += _wrapped(f"{verdict}: " + "; ".join(row.name for row in named[verdict]), indent="")
     for note in advice.notes:
         lines += _wrapped(f"note: {note}", indent="")

@@ -48,6 +48,13 @@ def trainer_times(
         measured.append("training includes the passes for old log-probs and the reference")
     between = given.training_seconds is None and not recorded and turns and run.host == "csv"
     if between:
+        if len(run.steps) == 1:
+            raise ConfigurationError(
+                "one step can't show training: it is the time between a step's last response and the next one's first",
+                found="1 step",
+                where=run.name,
+                remedy="give a CSV of more steps, or training_seconds=12.5, forward and backward passes of a step",
+            )
         measured.append("training is the time between a step's last response and the next step's first")
     times = []
     for one in steps:

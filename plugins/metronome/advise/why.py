@@ -29,7 +29,7 @@ def sentence(
     if candidate.key == "periodic":
         text = _periodic(base, split)
     elif candidate.key.startswith("bounded"):
-        text = _bounded(candidate, over)
+        text = _bounded(candidate, over, split if base.colocated else None)
     elif candidate.key == "a3po":
         text = _a3po(base, facts)
     elif candidate.key == "shared_prompt":
@@ -38,6 +38,8 @@ def sentence(
         text = _sagc(candidate, facts, base)
     else:
         text = "what the techniques leave each other, gains don't multiply" + _over(candidate, over)
+        if base.colocated and split is not None:
+            text += f"; it needs a split: {_devices(split)}"
     if found is not None and found.low is None:
         text += "; not enough steps for an interval"
     if not fits.trusted:
@@ -57,16 +59,23 @@ def _periodic(base: Base, split: Cluster | None) -> str:
     if base.colocated:
         if split is None:
             return sides
-        where = f"{split.engines.count} for generation and {split.trainer.ranks} for training"
         return (
             f"{sides} on the same devices in turns, so that overlap alone gives at most 1.0x; it needs a split, "
-            f"and the best simulated one is {where} devices"
+            f"and the best simulated one is {_devices(split)}"
         )
     return f"{sides}, one side always waits: overlap gives at most {bound:.2f}x, and less where groups are few"
 
 
-def _bounded(candidate: Candidate, over: Gain | None) -> str:
-    text = "no barrier at the end of a period" + _over(candidate, over)
+def _devices(split: Cluster) -> str:
+    return f"{split.engines.count} for generation and {split.trainer.ranks} for training"
+
+
+def _bounded(candidate: Candidate, over: Gain | None, split: Cluster | None) -> str:
+    """``split``: of a colocated run's devices."""
+    text = "no barrier, so engines fill the slots that the tail leaves empty; never held against a run"
+    if split is not None:
+        text += f"; it needs a split of the devices: {_devices(split)}"
+    text += _over(candidate, over)
     if candidate.policy is not None and candidate.policy.bound < 2:
         text += "; A-3PO acts from staleness 2 on, here it is plain PPO"
     return text

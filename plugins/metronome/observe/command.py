@@ -12,8 +12,13 @@ from metronome.observe.records import RunRecord
 from metronome.observe.words import several
 
 
-def report(runs: Sequence[str], out: str) -> int:
-    """Writes the page of ``runs`` (folders or files) to ``out``; 0, or ConfigurationError and no file.
+def report(arguments: Sequence[str], out: str) -> int:
+    """Writes the page of runs to ``out``; 0, or ConfigurationError and no file.
+
+    Args:
+        arguments: runs' folders or files, and ``key=value`` of ``metronome.observe.readers.SETTINGS`` for all of them:
+            what has a ``=`` and isn't a file.
+        out: the page's file.
 
     Raises ConfigurationError for what isn't a run, a run without a step, a place that can't be written, a file there
     that isn't such a page, and where plotly isn't installed.
@@ -22,9 +27,12 @@ def report(runs: Sequence[str], out: str) -> int:
 
     target = _writable(Path(out).expanduser())
     script = _plotly()
-    records = [_with_steps(read_run(run), run) for run in runs]
+    settings = [one for one in arguments if "=" in one and not Path(one).expanduser().exists()]
+    records = [_with_steps(read_run(one, settings), one) for one in arguments if one not in settings]
     if not records:
-        raise ConfigurationError("no run was given", remedy="metronome report RUN [RUN...] --out report.html")
+        raise ConfigurationError(
+            "no run was given", remedy="metronome report RUN [RUN...] [KEY=VALUE...] --out report.html"
+        )
     size = write(page(records, script), target)
     steps = sum(len(run.steps) for run in records)
     print(f"wrote {target} ({size / 1e6:.1f} MB): {several(len(records), 'run')}, {several(steps, 'step')}")

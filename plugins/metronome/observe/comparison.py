@@ -94,7 +94,7 @@ ROWS = (
     Row("Rollouts", lambda one: number(one.total_rollouts), lambda one: one.total_rollouts),
     Row("Response tokens", lambda one: number(one.total_response_tokens), lambda one: one.total_response_tokens),
     Row("Response tokens a second", lambda one: number(_per_second(one)), _per_second),
-    Row("Times fewer tokens through the model", lambda one: number(one.sharing_whole)),
+    Row("Times fewer tokens through the model than separate rows", lambda one: number(one.sharing_whole)),
     Row("Trainer idle", lambda one: percent(one.trainer_idle_share)),
     Row("Workers idle, mean", lambda one: percent(one.worker_idle_share)),
     Row("Staleness, mean (versions)", lambda one: number(one.mean_staleness)),
@@ -125,4 +125,7 @@ def _ratio(row: Row, first: Measured, other: Measured) -> str:
     if row.value is None:
         return ""
     below, above = row.value(first), row.value(other)
-    return f"{above / below:.2f}" if below and above is not None else ""
+    if not below or above is None:
+        return ""
+    ratio = above / below
+    return f"{ratio:.2g}" if abs(ratio) < 0.1 else f"{ratio:.2f}"

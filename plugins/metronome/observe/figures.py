@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[str, str, str, int]] = {
     "evaluate": ("evaluation", "#8e5bd0", ".", 14),
     "save": ("checkpoint", "#c23a86", "+", 14),
     "other": ("other work", "#757575", "x", 14),
+    "rest": ("no part named", "#757575", "-", 14),
     "idle": ("idle", "#757575", "/", 8),
 }
 """Kind of a span -> its word, colour, pattern and the pattern's size in pixels."""

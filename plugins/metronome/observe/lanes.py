@@ -16,6 +16,8 @@ from metronome.observe.records import Rollout, RunRecord, Span
 Times = NDArray[np.float64]
 TRAINER = "trainer"
 UNNAMED = "rollouts, worker not recorded"
+REST = "rest"
+"""Kind of the time that no recorded part names, where only the parts' lengths were recorded (``RunRecord.laid``)."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Lane:
 
     Attributes:
         name: as the host wrote it.
-        kinds: what it did (Span.kind) -> when.
+        kinds: what it did (Span.kind, or ``REST``) -> when.
         busy: the union of all kinds.
         idle: stretches within the run's steps in which it did nothing.
         idle_share: seconds of ``idle`` over the seconds of the steps.
@@ -113,6 +115,8 @@ def lanes_of(run: RunRecord) -> Lanes | None:
         return None
     whole = union(windows.starts, windows.ends, gap=1e-9 * float(windows.ends[-1]))
     seconds = windows.ends - windows.starts
+    if run.laid and TRAINER in found:
+        found[TRAINER][REST] = _rest(run, windows)
     lanes, trainer, workers = [], {}, []
     for name in sorted(found, key=_natural):
         kinds = {kind: union(*times) for kind, times in found[name].items()}
@@ -150,12 +154,27 @@ def _busy_times(run: RunRecord) -> dict[str, dict[str, tuple[list[float], list[f
     return found
 
 
+def _rest(run: RunRecord, windows: Stretches) -> tuple[list[float], list[float]]:
+    """Starts and ends of the time that no span of any lane fills; what rounding leaves (a microsecond) is none."""
+    named = union([span.start for span in run.spans], [span.end for span in run.spans])
+    left = named.complement(windows)
+    keep = left.ends - left.starts > 1e-6
+    return left.starts[keep].tolist(), left.ends[keep].tolist()
+
+
 def _windows(run: RunRecord) -> tuple[tuple[int, ...], Stretches]:
     """Each step's time, which lasts its seconds and follows the step before.
 
     It ends with the trainer's last span of the step. A run without spans of its trainer doesn't tell when a step ended:
-    there it begins with the step's first dispatch, and lasts until its last arrival if its seconds are fewer.
+    there it begins with the step's first dispatch, and lasts until its last arrival if its seconds are fewer. Steps
+    that were laid end to end follow one another, each with all its seconds, whether a part fills them or not.
     """
+    if run.laid:
+        begins = [0.0]
+        for step in run.steps:
+            begins.append(begins[-1] + step.seconds)
+        edges = np.asarray(begins, dtype=np.float64)
+        return tuple(step.number for step in run.steps), Stretches(edges[:-1], edges[1:])
     of_trainer = [span for span in run.spans if span.lane == TRAINER]
     known: dict[int, tuple[float, float]] = {}
     timed: Sequence[Span | Rollout] = of_trainer or (*run.spans, *run.rollouts)

@@ -100,7 +100,7 @@ def _summary(runs: Sequence[Measured]) -> list[str]:
         *(f"<p>{escape(sentence)}</p>" for sentence in sentences),
         *_table(table),
         '<p class="note">Trainer idle is the waiting that a run recorded, or else what its lane leaves; '
-        "workers idle is what their lanes leave.</p></section>",
+        "workers idle is what their lanes leave. Both are shares of the steps' whole time.</p></section>",
     ]
 
 

@@ -40,7 +40,7 @@ def panel(one: Measured, key: str) -> Panel:
     for part, values in series.items():
         word = "waiting" if part == "waiting" else KINDS[PARTS[part]][0]
         stacks[word] = (values, pattern(*KINDS[PARTS[part]][1:]))
-    stacks["no part named"] = ({step: max(0.0, left) for step, left in rest.items()}, pattern(*KINDS["other"][1:]))
+    stacks[KINDS["rest"][0]] = ({step: max(0.0, left) for step, left in rest.items()}, pattern(*KINDS["rest"][1:]))
     heights = {
         word: [sum(values.get(step, 0.0) for step in block) / len(block) for block in blocks]
         for word, (values, _) in stacks.items()

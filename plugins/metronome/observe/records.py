@@ -60,7 +60,7 @@ class Step:
     """One optimiser step or period. Seconds are parts of ``seconds`` unless they overlap in the run itself.
 
     Attributes:
-        number: from 0.
+        number: from 0, whatever the host's own numbers are; the reader's notes say which is which.
         seconds: from the end of the step before to its own.
         generation: seconds from the first dispatch to the last arrival.
         waiting: seconds in which the trainer had nothing to train.
@@ -114,6 +114,8 @@ class RunRecord:
             ``trainer_ranks``, ``prompts`` (groups a step), ``max_tokens``, ``loss``, ``attention``,
             ``group_controller``, and the host's own keys (``recipe``: the local host's whole recipe).
         notes: a sentence for each thing that this host didn't record and that a reader of the results must know.
+        laid: whether the host recorded no clock times and ``spans`` are each step's parts laid end to end, step after
+            step, each step ``seconds`` long.
     """
 
     name: str
@@ -124,3 +126,4 @@ class RunRecord:
     spans: tuple[Span, ...] = ()
     settings: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    laid: bool = False

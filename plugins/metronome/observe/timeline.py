@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from metronome.observe.figures import KINDS, Panel, Table, axis, layout, pattern, shown
-from metronome.observe.lanes import TRAINER, Lane, Lanes, Stretches, union
+from metronome.observe.lanes import REST, TRAINER, Lane, Lanes, Stretches, union
 from metronome.observe.measures import Measured
 from metronome.observe.words import MISSING, duration, number, percent, several
 
@@ -195,6 +195,7 @@ def _notes(one: Measured, lanes: Lanes, drawn: Drawn) -> tuple[str, ...]:
         notes.append("The workers' times were not recorded: only the trainer has a lane.")
     if TRAINER not in names:
         notes.append("The trainer's times were not recorded: only workers have lanes.")
+    notes += _idle_notes(one, lanes)
     if len(lanes.lanes) > LANES:
         notes.append(f"{LANES} of {len(lanes.lanes)} lanes are drawn; the table of idle time has all.")
     if drawn.steps < len(lanes.steps):
@@ -206,3 +207,24 @@ def _notes(one: Measured, lanes: Lanes, drawn: Drawn) -> tuple[str, ...]:
         notes.append(f"{several(missing, 'step')} without clock times: {MISSING}.")
     notes.append(f"Gaps shorter than {1000 * drawn.gap:.3g} ms are not drawn; the shares count them.")
     return tuple(notes)
+
+
+def _idle_notes(one: Measured, lanes: Lanes) -> list[str]:
+    """What the lanes' idle shares count, where the records leave it open."""
+    trainer = next((lane for lane in lanes.lanes if lane.name == TRAINER), None)
+    if trainer is None:
+        return []
+    rest, whole = trainer.kinds.get(REST), float((lanes.windows.ends - lanes.windows.starts).sum())
+    if rest is not None and len(rest.starts):
+        share = float((rest.ends - rest.starts).sum()) / whole
+        return [
+            f"No recorded part names {percent(share)} of the steps' time. It isn't counted as idle in the trainer's "
+            "lane; in a worker's it is, as time outside its generation."
+        ]
+    waited = one.trainer_idle_share
+    if one.of("waiting") and waited is not None and abs(waited - trainer.idle_share) > 0.01:
+        return [
+            f"The run recorded {percent(waited)} of waiting, which the summary has; the trainer's lane leaves "
+            f"{percent(trainer.idle_share)}: some of its work has no span."
+        ]
+    return []

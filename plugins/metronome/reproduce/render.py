@@ -31,7 +31,9 @@ def summary(results: Sequence[Result]) -> str:
     """One sentence of counts; rows that weren't run are named apart from those that were shown."""
     counts = Counter(one.status for one in results)
     computed = len(results) - counts[Status.NOT_HERE]
-    parts = [f"{counts[Status.SHOWN]} of {computed} computed rows shown within their tolerance"]
+    parts = []
+    if computed:
+        parts.append(f"{counts[Status.SHOWN]} of {computed} rows that can be computed are shown within their tolerance")
     if counts[Status.OUT]:
         parts.append(f"{counts[Status.OUT]} OUT OF TOLERANCE")
     if counts[Status.NOT_RUN]:
@@ -72,7 +74,8 @@ def show(results: Sequence[Result], console: Console, details: bool = False) -> 
                 if one.status is status:
                     console.print(f"{heading}: {one.row.name} ({one.row.claim}): {one.note}")
         for one in group if details else ():
-            console.print(f"{one.row.name}: {one.row.claim}. Source: {one.row.source}. {one.row.remark}")
+            remark = "" if one.status is Status.NOT_HERE else f" {one.row.remark}"  # the reason, which stands above
+            console.print(f"{one.row.name}: {one.row.claim}. Source: {one.row.source}.{remark}")
         console.print()
     if any("CALIBRATED" in one.row.remark for one in results):
         console.print("calibrated, not reproduced: SAGC's rates and hours; delta isn't public and was chosen for them")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, field_validator, model_validator
 
@@ -195,7 +195,8 @@ class Cluster(Options):
         failures: None: engines don't fail.
         seed: of lengths, failures and SAGC.
         steps: optimiser steps to simulate.
-        policies: what to compare; ratios are against the first.
+        policies: what to compare; ratios are against the first. Without any, each technique alone and together (SAGC
+            where group_size is 4 or more).
     """
 
     description: str = ""
@@ -220,9 +221,17 @@ class Cluster(Options):
             raise ValueError("policies: [{source: synchronous}, {source: periodic}] (at least one)")
         return policies
 
+    @model_validator(mode="before")
+    @classmethod
+    def _choose(cls, values: Any) -> Any:
+        """Without policies: the usual ones, of which a G without a half leaves out SAGC."""
+        if not isinstance(values, dict) or "policies" in values or values.get("group_size") not in (2, 3):
+            return values
+        return {**values, "policies": tuple(one for one in default_policies() if one.group_controller != "sagc")}
+
     @model_validator(mode="after")
     def _fits_in_memory(self) -> Cluster:
-        for policy in self.policies:
+        for policy in (one.fitted(self.group_size) for one in self.policies):
             largest = max(policy.sagc.sizes) if policy.group_controller == "sagc" else 0
             rollouts = max(self.prompts_per_step * self.group_size, largest) * (policy.bound + 1)
             if rollouts > _ROLLOUTS:

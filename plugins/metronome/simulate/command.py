@@ -46,6 +46,21 @@ def simulate(cluster: str, overrides: Sequence[str], *, out: str | None, as_json
     return 0
 
 
+def print_file(cluster: str, *, given: bool = False) -> int:
+    """Prints the YAML of ``cluster`` as it is, comments included.
+
+    Raises ConfigurationError for one that isn't there, and if keys or outputs were ``given``, which would do nothing.
+    """
+    if given:
+        raise ConfigurationError(
+            "--print shows a file as it is: KEY=VALUE, --out and --json do nothing beside it",
+            where="metronome simulate --print",
+            remedy="leave them out, or leave out --print",
+        )
+    print(_text(cluster)[0].rstrip("\n"))
+    return 0
+
+
 def shipped() -> list[str]:
     """Names of the shipped clusters."""
     folder = resources.files("metronome.simulate") / "clusters"

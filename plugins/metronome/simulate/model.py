@@ -53,6 +53,7 @@ def simulate(
         raise ConfigurationError("a simulation needs a step", found=steps, where="steps", remedy="steps: 1 or more")
     if policy.source == "synchronous_colocated":
         cluster = _colocated(cluster)
+    policy = policy.fitted(cluster.group_size)
     run = _Run(simpy.Environment(0.0), cluster, policy, steps, seed, lengths or Drawn(cluster, seed))
     return run.outcome()
 

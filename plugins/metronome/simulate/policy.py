@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from metronome.contracts import GroupController, RolloutSource
+from metronome.errors import ConfigurationError
 from metronome.periodic.sources import Bounded, Periodic, Synchronous
 from metronome.sagc.controller import SagcController
 from metronome.sagc.fixed import Fixed, FixedOptions
 from metronome.sagc.options import SagcOptions
-from metronome.settings import Options
+from metronome.settings import Options, parse_options
 
 SourceName = Literal["synchronous_colocated", "synchronous", "periodic", "bounded"]
 
@@ -24,7 +25,8 @@ class Policy(Options):
             which waits), ``periodic`` (groups are trained as they arrive, one version) or ``bounded``.
         max_staleness: bound of ``bounded`` in versions; 2 if it isn't given.
         group_controller: ``fixed`` (the cluster's group_size) or ``sagc``.
-        sagc: options of ``sagc``; the utility ``dapo`` needs rewards, which aren't simulated.
+        sagc: options of ``sagc``; sizes that aren't given follow the cluster's group_size (``fitted``). The utility
+            ``dapo`` needs rewards, which aren't simulated.
         shared_prompt: the prompt of a group is trained once for all its responses.
         proximal: ``none``, ``a3po`` (costs nothing here) or ``recompute`` (a forward pass of every trained token).
     """
@@ -35,6 +37,13 @@ class Policy(Options):
     sagc: SagcOptions = SagcOptions()
     shared_prompt: bool = False
     proximal: Literal["none", "a3po", "recompute"] = "none"
+
+    @field_validator("sagc", mode="before")
+    @classmethod
+    def _starts_at_a_size(cls, sagc: Any) -> Any:
+        if isinstance(sagc, dict) and sagc.get("start") is not None and "sizes" not in sagc:
+            raise ValueError("sagc: give sizes beside start, as {sizes: [4, 8], start: 4}; without them they follow G")
+        return sagc
 
     @model_validator(mode="after")
     def _have_effect(self) -> Policy:
@@ -68,10 +77,30 @@ class Policy(Options):
             return Bounded(self.bound)
         return Periodic() if self.source == "periodic" else Synchronous()
 
+    def fitted(self, group_size: int) -> Policy:
+        """The policy at this G: SAGC without ``sizes`` chooses among G, a half and a quarter of it (ours).
+
+        So G never rises above that of the policies without SAGC, as in ``metronome advise``. Sizes start at 2; raises
+        ConfigurationError where fewer than two are left.
+        """
+        if self.group_controller != "sagc" or "sizes" in self.sagc.model_fields_set:
+            return self
+        sizes = sorted({size for size in (group_size // 4, group_size // 2, group_size) if size >= 2})
+        if len(sizes) < 2:
+            raise ConfigurationError(
+                "SAGC has no smaller group to choose",
+                found=group_size,
+                where="group_size",
+                remedy="group_size: 4 or more, or give the policy its sizes, as sagc: {sizes: [2, 4]}",
+            )
+        given = self.sagc.model_dump(exclude_unset=True)
+        sagc = parse_options(SagcOptions, {**given, "sizes": sizes}, f"sagc, group_size {group_size}")
+        return self.model_copy(update={"sagc": sagc})
+
     def controller(self, group_size: int, seed: int) -> GroupController:
         """The shipped object that chooses G."""
         if self.group_controller == "sagc":
-            return SagcController(self.sagc, seed)
+            return SagcController(self.fitted(group_size).sagc, seed)
         return Fixed(FixedOptions(size=group_size))
 
 

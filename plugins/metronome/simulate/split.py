@@ -46,6 +46,7 @@ class Splits:
         tried: in the order of their engines.
         feasible: splits of all devices that have an engine and a rank.
         grain: engines by which two neighbours of the search differ.
+        steps: that were simulated of each.
     """
 
     given: Split
@@ -54,6 +55,7 @@ class Splits:
     tried: tuple[Split, ...]
     feasible: int
     grain: int
+    steps: int
 
 
 def best_split(cluster: Cluster, *, lengths: LengthSource | None = None) -> Splits:
@@ -92,6 +94,7 @@ def best_split(cluster: Cluster, *, lengths: LengthSource | None = None) -> Spli
         tried=found,
         feasible=len(feasible),
         grain=grain,
+        steps=steps,
     )
 
 

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from metronome.periodic.closed_form import speed_bound
+from metronome.sagc.budget import prompts
 from metronome.simulate.cluster import Cluster
 from metronome.simulate.outcome import Outcome
+from metronome.simulate.policy import Policy
 from metronome.simulate.split import Splits
 
 
@@ -32,7 +34,7 @@ def figures(name: str, cluster: Cluster, outcomes: Sequence[Outcome], splits: Sp
         "steps": len(first.steps),
         "seed": cluster.seed,
         "periodic_bound": None if synchronous is None else _bound(synchronous),
-        "policies": [_policy(one, first) for one in outcomes],
+        "policies": [_policy(one, first, cluster.prompts_per_step * cluster.group_size) for one in outcomes],
         "split": asdict(splits),
     }
 
@@ -44,7 +46,15 @@ def _bound(outcome: Outcome) -> float:
     return speed_bound(generation, training)
 
 
-def _policy(outcome: Outcome, first: Outcome) -> dict[str, Any]:
+def _prompts(policy: Policy, budget: int) -> dict[str, int]:
+    """Prompts of a step at each G that SAGC may choose; empty without it."""
+    if policy.group_controller != "sagc":
+        return {}
+    sizes = policy.sagc.sizes
+    return {str(one): prompts(policy.sagc.budget, budget, 1, size=one, largest=sizes[-1]) for one in sizes}
+
+
+def _policy(outcome: Outcome, first: Outcome, budget: int) -> dict[str, Any]:
     steps = outcome.steps
     return {
         "label": outcome.policy.label(),
@@ -65,6 +75,7 @@ def _policy(outcome: Outcome, first: Outcome) -> dict[str, Any]:
         "tail_seconds": float(np.mean([step.tail_seconds for step in steps])),
         "group_sizes": list(outcome.group_sizes),
         "rollouts_per_step": outcome.rollouts / len(steps),
+        "prompts_by_size": _prompts(outcome.policy, budget),
         "seconds": [step.seconds for step in steps],
     }
 
@@ -126,10 +137,20 @@ def _table(heads: list[str], rows: list[list[str]]) -> Any:
 
 
 def _sizes(sizes: list[int]) -> str:
-    """``16 for 4 steps, 8 for 2``, in the order in which they were chosen first."""
+    """``it was 16 for 4 step(s), 8 for 2``, in the order in which they were chosen first."""
     counts = Counter(sizes)
     first, *others = counts
-    return ", ".join([f"{first} for {counts[first]} step(s)", *(f"{size} for {counts[size]}" for size in others)])
+    if not others:
+        return f"it never moved from {first} in {len(sizes)} step(s): simulate more steps"
+    return "it was " + ", ".join(
+        [f"{first} for {counts[first]} step(s)", *(f"{size} for {counts[size]}" for size in others)]
+    )
+
+
+def _choices(prompts_by_size: dict[str, int]) -> str:
+    """``2, 4, 8 with 1,024, 512, 256 prompts a step``; one number where the prompts stay."""
+    counts = [f"{count:,}" for count in prompts_by_size.values()]
+    return f"{', '.join(prompts_by_size)} with {', '.join(dict.fromkeys(counts))} prompts a step"
 
 
 def _staleness(counts: dict[str, int]) -> str:
@@ -145,8 +166,10 @@ def _sentences(result: dict[str, Any]) -> list[str]:
         "Tail: longest over median rollout, and seconds from the 95th of a hundred to the last, from their dispatch.",
     ]
     for row in result["policies"]:
-        if len(set(row["group_sizes"])) > 1:
-            lines.append(f"G chosen, {row['label']}: {_sizes(row['group_sizes'])}.")
+        if row["prompts_by_size"]:
+            lines.append(
+                f"{row['label']}: G is chosen among {_choices(row['prompts_by_size'])}; {_sizes(row['group_sizes'])}."
+            )
         if len(row["staleness"]) > 1:
             lines.append(f"Staleness of trained rollouts, {row['label']}: {_staleness(row['staleness'])}.")
         if row["dropped_groups"]:
@@ -168,9 +191,9 @@ def _sentences(result: dict[str, Any]) -> list[str]:
     given, fastest, balanced = split["given"], split["fastest"], split["balanced"]
     gain = given["step_seconds"] / fastest["step_seconds"]
     lines.append(
-        f"Split for periodic, without failures: of {len(split['tried'])} simulated ({split['feasible']} feasible, "
-        f"{split['grain']} engine(s) apart) the fastest is {_split(fastest)}, {gain:.2f}x the given {_split(given)}; "
-        f"nearest to balance is {_split(balanced)}."
+        f"Split for periodic, without failures, over its first {split['steps']} step(s): {len(split['tried'])} of "
+        f"{split['feasible']} splits tried, to within {split['grain']} engine(s). The fastest is {_split(fastest)}, "
+        f"{gain:.2f}x the given {_split(given)}; nearest to balance is {_split(balanced)}."
     )
     return lines
 

@@ -15,16 +15,23 @@ from typing import Any
 
 from metronome.errors import ConfigurationError
 from metronome.observe.readers.areal_traces import Session, sessions_of, trainer_spans
-from metronome.observe.readers.files import IN_TURNS, MEND, Line, host_metrics, read_jsonl, read_text, source_of
+from metronome.observe.readers.files import (
+    IN_TURNS,
+    MEND,
+    Line,
+    host_metrics,
+    read_jsonl,
+    read_text,
+    renumbered,
+    source_of,
+)
 from metronome.observe.readers.inventory import Inventory
 from metronome.observe.records import Rollout, RunRecord, Span, Step
 from metronome.recipes import parse_yaml
 
-LOOKED_FOR = (
-    "areal: TensorBoard events with timeperf/train_step (stats_logger.tensorboard.path=FOLDER), in the trial's folder "
-    "rollout/VERSION/TASK.jsonl (rollout.dump_to_file=true), sessions-r0.jsonl, traces-r0.jsonl (perf_tracer)"
-)
+LOOKED_FOR = "areal: TensorBoard events, rollout/VERSION/TASK.jsonl or sessions-r0.jsonl"
 _TIMES = "timeperf/"
+_WAITED = "metronome/periodic/seconds_waiting"
 
 
 def found(files: Inventory) -> bool:
@@ -71,7 +78,7 @@ def read(files: Inventory, given: Mapping[str, object]) -> RunRecord:
     ]
     moved = [replace(one, start=one.start - origin, end=one.end - origin) for one in traced]
     spans = sorted([*generated, *moved], key=lambda one: (one.start, one.end))
-    notes += _missing(metrics, rollouts, sessions, source)
+    notes += _missing(metrics, rollouts, sessions, source) + renumbered(known, "AReaL's step")
     return RunRecord(
         files.place.name, "areal", source, tuple(steps), tuple(rollouts), tuple(spans), settings, tuple(notes)
     )
@@ -101,6 +108,10 @@ def _rollouts(files: Inventory, sessions: Mapping[int, Sequence[Session]], notes
                     where=line.where,
                     remedy=MEND,
                 )
+            if not 0 <= prompt <= length:
+                raise ConfigurationError(
+                    "seqlen must be at least prompt_len", found=(length, prompt), where=line.where, remedy=MEND
+                )
             of_task = sessions.get(task, ())
             session = of_task[sample] if sample < len(of_task) else None
             yield Rollout(
@@ -127,9 +138,14 @@ def _step(number: int, line: Line, source: str | None, ends: Mapping[int, float]
     def seconds(name: str) -> float | None:
         return line.number(_TIMES + name)
 
+    line.refuse_negative(_TIMES, _WAITED, *_waits(line))
     parts = [line.number(key) or 0.0 for key in line.data if key.startswith(_TIMES)]
     whole = ends[at] - ends[at - 1] if at - 1 in ends else sum(parts)  # the first one's beginning isn't recorded
-    waited, training = line.number("metronome/periodic/seconds_waiting", *_waits(line)), seconds("train_step")
+    if whole < 0.0:
+        raise ConfigurationError(
+            "a step was logged before the one before it", found=f"{whole:.3f} s", where=line.where, remedy=MEND
+        )
+    waited, training = line.number(_WAITED, *_waits(line)), seconds("train_step")
     gathering = seconds("rollout")
     if source == "periodic":
         training = None if training is None or waited is None else training - waited  # groups arrive within it
@@ -154,7 +170,7 @@ def _step(number: int, line: Line, source: str | None, ends: Mapping[int, float]
 
 
 def _waits(line: Line) -> list[str]:
-    return [key for key in line.data if key.endswith("metronome/periodic/seconds_waiting")]
+    return [key for key in line.data if key.endswith(_WAITED)]
 
 
 def _with_rollouts(step: Step, rollouts: Sequence[Rollout]) -> Step:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from metronome.observe.readers.files import Line, read_jsonl
+from metronome.errors import ConfigurationError
+from metronome.observe.readers.files import MEND, Line, read_jsonl
 from metronome.observe.readers.inventory import Inventory
 from metronome.observe.records import Span
 
@@ -50,6 +51,10 @@ def sessions_of(files: Inventory, notes: list[str]) -> dict[int, list[Session]]:
             times = [Line(turn, line.where) for turn in turns]
             starts = [one for turn in times if (one := turn.number("start_ts")) is not None]
             ends = [one for turn in times if (one := turn.number("end_ts")) is not None]
+            if starts and ends and max(ends) < min(starts):
+                raise ConfigurationError(
+                    "a session ends before it starts", found=(min(starts), max(ends)), where=line.where, remedy=MEND
+                )
             if starts and ends:
                 result.setdefault(task, []).append(Session(number, min(starts), max(ends)))
     return {task: sorted(found, key=lambda one: one.number) for task, found in result.items()}
@@ -99,6 +104,7 @@ class _Scope:
     """One scope of a trace in seconds of time.time; its step is -1 where it has none."""
 
     def __init__(self, line: Line, offset: float) -> None:
+        line.refuse_negative("dur")
         self.name, self.step = str(line.data["name"]), _argument(line, "global_step")
         self.start = (line.number("ts") or 0.0) / 1e6 + offset
         self.end = self.start + (line.number("dur") or 0.0) / 1e6

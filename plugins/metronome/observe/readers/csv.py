@@ -12,11 +12,11 @@ from io import StringIO
 from statistics import fmean
 
 from metronome.errors import ConfigurationError, nearest
-from metronome.observe.readers.files import finite, integer, read_text
+from metronome.observe.readers.files import finite, integer, read_text, renumbered
 from metronome.observe.readers.inventory import Inventory
 from metronome.observe.records import Rollout, RunRecord, Span, Step
 
-LOOKED_FOR = "csv: one .csv file with the columns step, prompt, response_length, start, end"
+LOOKED_FOR = "csv: one .csv file, a line a response"
 _NEEDED = ("step", "prompt", "response_length", "start", "end")
 _OPTIONAL = ("prompt_length", "reward", "worker", "version", "trained_version")
 
@@ -54,6 +54,7 @@ def read(files: Inventory, _given: Mapping[str, object]) -> RunRecord:
     rollouts = tuple(
         sorted((_placed(row, numbers[row.step], origin) for row in rows), key=lambda one: (one.step, one.start or 0.0))
     )
+    notes += renumbered([*numbers], "the CSV's step")
     spans = tuple(
         Span(one.worker or "rollout", "generate", one.start, one.end, one.step)
         for one in sorted(rollouts, key=lambda one: (one.start or 0.0, one.end or 0.0))
@@ -64,6 +65,13 @@ def read(files: Inventory, _given: Mapping[str, object]) -> RunRecord:
 
 def _check(header: Sequence[str], where: str) -> None:
     missing = [name for name in _NEEDED if name not in header]
+    if len(header) == 1 and (other := next((sign for sign in ";\t" if sign in header[0]), None)) is not None:
+        raise ConfigurationError(
+            f"the CSV's values are separated by {'semicolons' if other == ';' else 'tabs'}",
+            found=header[0],
+            where=f"{where}, line 1",
+            remedy="separate them by commas, and write numbers with a point (0.5)",
+        )
     if missing:
         raise ConfigurationError(
             "the CSV's header lacks a column",
@@ -96,20 +104,35 @@ def _row(row: Mapping[str | None, str | None], where: str) -> Rollout:
         return None if number is None else integer(number, name, where)
 
     if None in row or None in row.values():
-        raise ConfigurationError("a line has more or fewer values than the header", where=where, remedy="mend it")
+        raise ConfigurationError(
+            "a line has more or fewer values than the header",
+            where=where,
+            remedy="give it a value for each column, an empty one where nothing is known",
+        )
     start, end, length = value("start"), value("end"), whole("response_length")
     if start is not None and end is not None and end < start:
-        raise ConfigurationError("a response ends before it starts", found=(start, end), where=where, remedy="mend it")
-    if length is not None and length < 0:
-        raise ConfigurationError("response_length can't be negative", found=length, where=where, remedy="mend it")
+        raise ConfigurationError(
+            "a response ends before it starts",
+            found=(start, end),
+            where=where,
+            remedy="give start and end in seconds on one clock, end after start",
+        )
+    prompt, worker = whole("prompt_length"), (row.get("worker") or "").strip()
+    for name, number, remedy in (
+        ("start", start, "count seconds from any moment before the first start"),
+        ("response_length", length, "give the response's tokens, 0 or more"),
+        ("prompt_length", prompt, "give the prompt's tokens, or leave the value empty"),
+    ):
+        if number is not None and number < 0:
+            raise ConfigurationError(f"{name} can't be negative", found=number, where=where, remedy=remedy)
     return Rollout(
         step=whole("step") or 0,
         prompt=(row.get("prompt") or "").strip(),
         response_tokens=length or 0,
-        prompt_tokens=whole("prompt_length"),
+        prompt_tokens=prompt,
         start=start,
         end=end,
-        worker=(row.get("worker") or "").strip() or None,
+        worker=f"worker {worker}" if worker.isdigit() else worker or None,
         reward=value("reward"),
         version=whole("version"),
         trained_version=whole("trained_version"),

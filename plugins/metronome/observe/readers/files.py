@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,14 @@ class Line:
         """As ``number``, but an integer."""
         value = self.number(*keys)
         return None if value is None else integer(value, keys[0], self.where)
+
+    def refuse_negative(self, *names: str) -> None:
+        """Raises ConfigurationError for a negative number, or a list with one, under a key that begins with a name."""
+        for key, value in self.data.items():
+            if key.startswith(names):
+                for one in value if isinstance(value, list) else [value]:
+                    if isinstance(one, int | float) and one < 0:
+                        raise ConfigurationError(f"{key} can't be negative", found=one, where=self.where, remedy=MEND)
 
     def numbers(self, key: str) -> list[float]:
         """The list under ``key``, each a finite number; empty if there is none."""
@@ -122,3 +130,16 @@ def source_of(given: Mapping[str, object], found: str | None) -> str | None:
     """The schedule that the user gave, else the one that was ``found``."""
     source = given.get("source")
     return source if isinstance(source, str) else found
+
+
+def renumbered(own: Sequence[int], called: str) -> list[str]:
+    """A note that says which of the host's ``own`` step numbers is which here; none where they are 0, 1, 2, ...
+
+    Args:
+        own: in their order.
+        called: what a step is called by the host: ``verl's step``.
+    """
+    if not own or list(own) == list(range(len(own))):
+        return []
+    last = f", {called} {own[-1]} is {len(own) - 1}" if len(own) > 1 else ""
+    return [f"Steps are numbered from 0 here: {called} {own[0]} is 0{last}."]

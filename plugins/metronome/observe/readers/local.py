@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from metronome.errors import ConfigurationError
-from metronome.observe.readers.files import MEND, Line, host_metrics, integer, read_jsonl, read_text
+from metronome.observe.readers.files import MEND, Line, host_metrics, integer, read_jsonl, read_text, renumbered
 from metronome.observe.readers.inventory import Inventory
 from metronome.observe.records import Rollout, RunRecord, Span, Step
 from metronome.recipes import parse_yaml
 
-LOOKED_FOR = (
-    "local: a folder with metrics.jsonl whose lines have period and seconds (groups.jsonl and recipe.yaml beside it)"
-)
+LOOKED_FOR = "local: metrics.jsonl beside groups.jsonl or recipe.yaml"
 
 
 def found(files: Inventory) -> bool:
@@ -67,6 +65,7 @@ def read(files: Inventory, _given: Mapping[str, object]) -> RunRecord:
         )
     if evaluated:
         notes.append("Evaluations run between the periods and are in no period's seconds.")
+    notes += renumbered([*periods], "period")
     spans.sort(key=lambda span: (span.start, span.end))
     return RunRecord(path.name, "local", source, steps, tuple(rollouts), tuple(spans), _settings(recipe), tuple(notes))
 
@@ -78,6 +77,7 @@ def _latest(lines: Sequence[Line]) -> dict[int, Line]:
         period = line.whole("period")
         if period is None:
             raise ConfigurationError("a period's line has no period", where=line.where, remedy=MEND)
+        line.refuse_negative("seconds", "arrivals", "work")
         for later in [one for one in result if one >= period]:
             del result[later]
         result[period] = line
@@ -93,6 +93,14 @@ def _groups(path: Path, notes: list[str]) -> dict[int, list[Line]]:
         period = line.whole("period")
         if period is None or "index" not in line.data:
             raise ConfigurationError("a group's line has no period or index", where=line.where, remedy=MEND)
+        line.refuse_negative("start", "end", "lengths")
+        if (line.number("end") or 0.0) < (line.number("start") or 0.0) and line.data.get("end") is not None:
+            raise ConfigurationError(
+                "a group ends before it starts",
+                found=(line.number("start"), line.number("end")),
+                where=line.where,
+                remedy=MEND,
+            )
         of_period = result.setdefault(period, {})
         of_period.pop(line.data["index"], None)
         of_period[line.data["index"]] = line

@@ -12,15 +12,12 @@ import re
 from collections.abc import Mapping, Sequence
 
 from metronome.errors import ConfigurationError
-from metronome.observe.readers.files import IN_TURNS, MEND, Line, host_metrics, source_of
+from metronome.observe.readers.files import IN_TURNS, MEND, Line, host_metrics, renumbered, source_of
 from metronome.observe.readers.inventory import Inventory, one_of
 from metronome.observe.readers.laid import laid_end_to_end
 from metronome.observe.records import RunRecord, Step
 
-LOOKED_FOR = (
-    "openrlhf: TensorBoard events with train/timing/step_total (--logger.tensorboard_dir FOLDER), or its output kept "
-    "in a .log, .txt or .out file, with lines Global step N: {...}"
-)
+LOOKED_FOR = "openrlhf: TensorBoard events or kept output (.log, .txt, .out)"
 _LINE = re.compile(r"Global step (\d+): (\{.*)")
 _ORDER = (
     ("generate", "generation"),
@@ -41,7 +38,8 @@ def read(files: Inventory, given: Mapping[str, object]) -> RunRecord:
     Raises ConfigurationError for records of several runs and for figures that aren't finite.
     """
     notes: list[str] = []
-    lines = _lines(files, notes)
+    logged = _lines(files, notes)
+    lines = [*logged.values()]
     source = source_of(given, _source(lines))
     steps = tuple(_step(number, line, source, given, notes) for number, line in enumerate(lines))
     notes.append("OpenRLHF records nothing of single responses: lengths and rewards are known by their step's means.")
@@ -56,11 +54,12 @@ def read(files: Inventory, given: Mapping[str, object]) -> RunRecord:
     else:
         spans = ()
         notes.append("OpenRLHF records no clock times, and here generation and training overlap: no timeline.")
+    notes += renumbered([*logged], "OpenRLHF's step")
     settings: dict[str, object] = {} if source == "bounded" else {"staleness": 0}
     sizes = {step.group_size for step in steps} - {None}
     if len(sizes) == 1:
         settings["group_size"] = sizes.pop()
-    return RunRecord(files.place.name, "openrlhf", source, steps, (), spans, settings, tuple(notes))
+    return RunRecord(files.place.name, "openrlhf", source, steps, (), spans, settings, tuple(notes), laid=bool(spans))
 
 
 def _known(tag: str) -> bool:
@@ -71,14 +70,15 @@ def _is_log(text: str) -> bool:
     return any("timing/" in match.group(2) for match in _LINE.finditer(text))
 
 
-def _lines(files: Inventory, notes: list[str]) -> Sequence[Line]:
+def _lines(files: Inventory, notes: list[str]) -> dict[int, Line]:
+    """OpenRLHF's step -> what it logged."""
     logged = files.scalars(_known, notes)
     if logged:
-        return [
-            Line({tag.removeprefix("train/"): value for tag, value in one.values.items()}, one.where)
-            for one in logged.values()
+        return {
+            step: Line({tag.removeprefix("train/"): value for tag, value in one.values.items()}, one.where)
+            for step, one in logged.items()
             if any(_known(tag) for tag in one.values)
-        ]
+        }
     path = one_of([path for path, text in files.logs.items() if _is_log(text)], files.place)
     result: dict[int, Line] = {}
     rows = [] if path is None else files.logs[path].split("\n")
@@ -96,7 +96,7 @@ def _lines(files: Inventory, notes: list[str]) -> Sequence[Line]:
         for later in [one for one in result if one >= step]:  # a resumed run goes over them again
             del result[later]
         result[step] = Line(data, where)
-    return [*result.values()]
+    return result
 
 
 def _dictionary(text: str) -> dict[str, object] | None:
@@ -130,6 +130,7 @@ def _overlaps(line: Line) -> bool:
 
 
 def _step(number: int, line: Line, source: str | None, given: Mapping[str, object], notes: list[str]) -> Step:
+    line.refuse_negative("timing/", "metronome/periodic/seconds_waiting")
     parts, total = _parts(line), line.number("timing/step_total")
     if total is None:
         raise ConfigurationError("a step has no timing/step_total", where=line.where, remedy=MEND)

@@ -13,7 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from metronome.errors import ConfigurationError
-from metronome.observe.readers.files import IN_TURNS, MEND, Line, host_metrics, integer, read_jsonl, source_of
+from metronome.observe.readers.files import (
+    IN_TURNS,
+    MEND,
+    Line,
+    host_metrics,
+    integer,
+    read_jsonl,
+    renumbered,
+    source_of,
+)
 from metronome.observe.readers.inventory import Inventory, one_of
 from metronome.observe.readers.laid import laid_end_to_end
 from metronome.observe.readers.tokens import NOTE, counter, scaled
@@ -21,10 +30,7 @@ from metronome.observe.records import Rollout, RunRecord, Step
 
 _ROW = re.compile(r"step:(\d+) - (.*timing_s/step:.*)")
 _FIGURE = re.compile(r"([^\s:]+):(?:np\.\w+\()?(-?(?:\d+\.?\d*(?:e[+-]?\d+)?|nan|inf))\b")
-LOOKED_FOR = (
-    'verl: JSONL lines with step and data (trainer.logger=["console","file"]), TensorBoard events with timing_s/step, '
-    "its output kept in a .log, .txt or .out file, or N.jsonl with input, output, score (trainer.rollout_data_dir)"
-)
+LOOKED_FOR = "verl: metrics (file logger, TensorBoard, kept output) or dumps N.jsonl"
 _ORDER = (
     ("generate", "gen"),
     ("other", "reward"),
@@ -59,13 +65,15 @@ def read(files: Inventory, given: Mapping[str, object]) -> RunRecord:
         _with_group(_step(numbers[at], line, source, notes), dumped.get(at, [])) for at, line in metrics.items()
     )
     rollouts = [replace(one, step=numbers[at]) for at, of_step in dumped.items() for one in of_step]
-    notes += _missing(metrics, dumped, source)
+    notes += _missing(metrics, dumped, source) + renumbered([*numbers], "verl's step")
     spans = laid_end_to_end(steps, _ORDER, "timing_s/") if source in IN_TURNS else ()
     settings: dict[str, object] = {} if source in (None, "bounded") else {"staleness": 0}
     for key, values in (("group_size", {one.group_size for one in steps}), ("prompts", {one.prompts for one in steps})):
         if len(values) == 1 and None not in values:
             settings[key] = values.pop()
-    return RunRecord(files.place.name, "verl", source, steps, tuple(rollouts), spans, settings, tuple(notes))
+    return RunRecord(
+        files.place.name, "verl", source, steps, tuple(rollouts), spans, settings, tuple(notes), laid=bool(spans)
+    )
 
 
 def _with_group(step: Step, rollouts: Sequence[Rollout]) -> Step:
@@ -170,6 +178,8 @@ def _source(lines: Sequence[Line]) -> str | None:
 
 
 def _step(number: int, line: Line, source: str | None, notes: list[str]) -> Step:
+    line.refuse_negative("timing_s/", "metronome/periodic/seconds_waiting")
+
     def seconds(*names: str) -> float | None:
         found = [value for name in names if (value := line.number(f"timing_s/{name}")) is not None]
         return sum(found) if found else None
