@@ -22,7 +22,7 @@ from metronome_areal.actor import MetronomeActor
 from metronome_areal.config import read
 from metronome_areal.cpu import assets
 from metronome_areal.rows import read_groups
-from metronome_areal.sharing import share_prompts
+from metronome_areal.sharing import of_whole_groups, share_prompts
 
 SHARED = {"metronome.attention": "shared_prompt"}
 UNEQUAL = (4, 1, 3, 2)
@@ -425,8 +425,8 @@ def test_what_is_set_is_said(folder):
         "actor.pad_to_maximum",
         "actor.mb_spec.granularity",
         "actor.mb_spec.packing_algorithm",
-        "actor.ppo_n_minibatches",
     ]
+    assert [line.partition("=")[0] for line in of_whole_groups(config, read(config))] == ["actor.ppo_n_minibatches"]
 
 
 def test_a_model_that_cant_share_is_refused_by_name(folder, tmp_path, monkeypatch):

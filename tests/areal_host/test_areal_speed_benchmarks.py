@@ -64,7 +64,7 @@ def test_the_engine_decodes_as_many_at_a_time_as_it_has_slots_and_every_batch_ta
     for found in (first, second):
         assert [len(one.output_tokens) for one, _ in found] == wanted
         least = 0.004 * simulated.decode_steps(wanted, 3)
-        assert least <= max(seconds for _, seconds in found) < 0.004 * sum(wanted)
+        assert least - 1e-6 <= max(seconds for _, seconds in found) < 0.004 * sum(wanted)  # a clock's rounding
     assert first[0][0].output_tokens != second[0][0].output_tokens
     assert first[0][0].output_versions == [7] * wanted[0]
 
