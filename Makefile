@@ -88,7 +88,7 @@ check: test-environment
 	$(LOCAL)/bin/ruff format --check .
 	$(LOCAL)/bin/mypy
 	$(LOCAL)/bin/lint-imports
-	OMP_NUM_THREADS=1 $(LOCAL)/bin/pytest tests/unit tests/contract --cov=metronome --cov-report=term:skip-covered
+	OMP_NUM_THREADS=1 $(LOCAL)/bin/pytest tests/unit tests/contract
 
 test: core megatron test-verl test-openrlhf test-areal test-environment
 	@requirements/chromium.sh
