@@ -105,7 +105,7 @@ def test_step_numbers_that_are_not_the_hosts_own_are_said() -> None:
         ("workers=true", "workers can't be this.*True"),
         ("workers=-1", "workers can't be this.*-1"),
         *((f"{key}=0", rf"{key} can't be this; found 0.*{key}=4 \(1 or more\)") for key in COUNTS),
-        ("loss=foo", "loss can't be this; found 'foo'.*one of a3po, ppo, reinforce"),
+        ("loss=foo", "loss can't be this; found 'foo'.*one of a3po, ppo"),
         ("attention=foo", "attention can't be this; found 'foo'.*one of host, shared_prompt"),
         ("group_controller=foo", "group_controller can't be this; found 'foo'.*sagc"),
         ("tokenizer=/nope", "no tokenizer there; found '/nope'"),
