@@ -139,6 +139,11 @@ def test_an_output_replaces_nothing_but_earlier_advice(table, tmp_path):
     assert sorted(tmp_path.iterdir()) == [out, table]
 
 
+def test_a_sigma_that_would_not_be_read_is_refused(table):
+    with pytest.raises(ConfigurationError, match=r"no lengths are drawn; found 'sigma=0\.3'"):
+        command(str(table), ["source=synchronous", "slots=4", "sigma=0.3"], out=None, as_json=False)
+
+
 def test_what_is_not_a_run_is_refused(tmp_path):
     for place in (tmp_path / "none", tmp_path):
         with pytest.raises(ConfigurationError):

@@ -119,6 +119,13 @@ def test_an_override_that_does_not_fit_is_refused(tmp_path: Path, given: str, sa
         read_run(folder, [given])
 
 
+def test_a_tokenizer_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for name in ("local", "areal", "openrlhf", "example.csv"):
+        with pytest.raises(ConfigurationError, match="only a dump of verl's is counted with a tokenizer"):
+            read_run(TRACES / name, [f"tokenizer={tmp_path}"])
+
+
 def test_a_file_of_a_local_run_is_its_folder(tmp_path: Path) -> None:
     folder, _ = local_run(tmp_path / "run")
     assert read_run(folder / "metrics.jsonl") == read_run(folder)

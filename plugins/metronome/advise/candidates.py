@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from metronome.advise.calibrate import Base
 from metronome.sagc.options import SagcOptions
 from metronome.simulate.cluster import Cluster
-from metronome.simulate.policy import Policy
+from metronome.simulate.policy import Policy, sizes_below
 
 STALENESS = (1, 2, 4)
 
@@ -63,12 +63,6 @@ def candidates(base: Base, cluster: Cluster | None, loss: object) -> list[Candid
         *(_sagc(base, budget) for budget in ("fixed_prompts", "fixed_rollouts")),
         _together(base, cluster),
     ]
-
-
-def sizes(base: Base) -> tuple[int, ...]:
-    """The group sizes that SAGC gets: the run's G, a half and a quarter of it, from 2 on."""
-    largest = base.cluster.group_size
-    return tuple(sorted({size for size in (largest // 4, largest // 2, largest) if size >= 2}))
 
 
 def with_source(policy: Policy, source: str) -> Policy:
@@ -176,7 +170,7 @@ def _shared(base: Base) -> Candidate:
 
 
 def _sagc(base: Base, budget: str) -> Candidate:
-    chosen = sizes(base)
+    chosen = sizes_below(base.cluster.group_size)
     equal_steps = budget == "fixed_prompts"
     enough = len(chosen) > 1
     spec = SagcOptions.model_validate({"sizes": chosen, "budget": budget}) if enough else SagcOptions()
@@ -199,7 +193,7 @@ def _sagc_keys(chosen: Sequence[int], budget: str) -> list[tuple[str, str]]:
 
 
 def _together(base: Base, cluster: Cluster | None) -> Candidate:
-    chosen, known = sizes(base), base.prompts_known
+    chosen, known = sizes_below(base.cluster.group_size), base.prompts_known
     enough = len(chosen) > 1 and cluster is not None
     changes: dict[str, object] = {"source": "periodic", "max_staleness": None, "shared_prompt": known}
     if len(chosen) > 1:

@@ -44,7 +44,7 @@ def step_groups(run: RunRecord, given: Given, assumed: list[str]) -> tuple[list[
     """The steps that have groups, and whether the prompts' lengths are known.
 
     Appends to ``assumed`` what isn't recorded. Raises ConfigurationError where neither responses nor their mean are, or
-    the number of groups or G is missing.
+    the number of groups or G is missing, and for a sigma that would be ignored.
     """
     recorded = grouped(run.rollouts)
     limit = run.settings.get("max_tokens")
@@ -63,6 +63,13 @@ def step_groups(run: RunRecord, given: Given, assumed: list[str]) -> tuple[list[
             groups, rollouts = _recorded(members, given.prompt_tokens, prompt, cap)
         known = known and all(one.prompt_tokens > 1 for one in groups)
         result.append(StepGroups(step, groups, rollouts))
+    if given.sigma is not None and recorded:
+        raise ConfigurationError(
+            "single responses are recorded, so no lengths are drawn",
+            found=f"sigma={given.sigma:g}",
+            where=f"the command line, for {run.name}",
+            remedy="leave sigma out",
+        )
     if not known:
         assumed.append("the prompts' lengths aren't recorded, and count as nothing: give prompt_tokens=N")
     return result, known

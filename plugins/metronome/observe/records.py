@@ -44,7 +44,7 @@ class Span:
 
     Attributes:
         lane: ``trainer`` or the name of a worker.
-        kind: generate, train, proximal, old_log_probs, reference, step, publish, evaluate, save or other.
+        kind: generate, train, proximal, old_log_probs, reference, step, publish, reshard, evaluate, save or other.
         step: to which it belongs.
     """
 

@@ -85,7 +85,7 @@ class Policy(Options):
         """
         if self.group_controller != "sagc" or "sizes" in self.sagc.model_fields_set:
             return self
-        sizes = sorted({size for size in (group_size // 4, group_size // 2, group_size) if size >= 2})
+        sizes = sizes_below(group_size)
         if len(sizes) < 2:
             raise ConfigurationError(
                 "SAGC has no smaller group to choose",
@@ -102,6 +102,11 @@ class Policy(Options):
         if self.group_controller == "sagc":
             return SagcController(self.fitted(group_size).sagc, seed)
         return Fixed(FixedOptions(size=group_size))
+
+
+def sizes_below(group_size: int) -> tuple[int, ...]:
+    """What SAGC chooses among where nobody says it (ours): G, a half and a quarter of it, from 2 on."""
+    return tuple(sorted({size for size in (group_size // 4, group_size // 2, group_size) if size >= 2}))
 
 
 def default_policies() -> tuple[Policy, ...]:

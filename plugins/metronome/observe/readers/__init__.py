@@ -77,6 +77,13 @@ def read_run(path: str | Path, overrides: Iterable[str] = ()) -> RunRecord:
             "records of several hosts lie here", found=names, where=str(path), remedy="give the folder of one run"
         )
     run: RunRecord = found[0].read(files, given)
+    if "tokenizer" in given and not (found[0] is verl and run.rollouts):
+        raise ConfigurationError(
+            "only a dump of verl's is counted with a tokenizer",
+            found=f"tokenizer={given['tokenizer']}",
+            where=f"the command line, for {path}",
+            remedy="leave tokenizer out",
+        )
     _agree(run, given, str(path))
     source = given.pop("source", run.source)
     notes = run.notes + (
