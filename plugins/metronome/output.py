@@ -8,20 +8,25 @@ from pathlib import Path
 from metronome.errors import ConfigurationError
 
 
-def output_place(out: str, mark: str, what: str) -> Path:
+def output_place(out: str, mark: str, what: str, example: str) -> Path:
     """The path of ``out``, looked at before anything is computed.
 
     Args:
         out: the path that a user gave.
         mark: text that stands in every output of the command.
         what: the output in words, for the error.
+        example: a file name for it.
 
     Raises ConfigurationError for a folder that isn't there, and for a place that holds something else.
     """
-    path = Path(out)
-    if not out or not path.absolute().parent.is_dir():
+    path = Path(out).expanduser()
+    if path.is_dir():
         raise ConfigurationError(
-            "the folder of the output doesn't exist", found=out, where="--out", remedy="make the folder first"
+            "the output is a folder", found=out, where="--out", remedy=f"--out {path / example} names a file in it"
+        )
+    if not path.absolute().parent.is_dir():
+        raise ConfigurationError(
+            "the folder of the output doesn't exist", found=out, where="--out", remedy=f"mkdir -p {path.parent}"
         )
     if not path.exists():
         return path
@@ -48,7 +53,7 @@ def write_whole(path: Path, text: str) -> None:
     except OSError as error:
         part.unlink(missing_ok=True)
         raise ConfigurationError(
-            f"the figures can't be written: {error}",
+            f"the output can't be written: {error}",
             found=str(path),
             where="--out",
             remedy="a path that can be written",

@@ -122,7 +122,7 @@ def test_nothing_is_written_when_the_run_is_refused(table, tmp_path):
     out = tmp_path / "advice.json"
     with pytest.raises(ConfigurationError):
         command(str(table), [], out=str(out), as_json=False)
-    with pytest.raises(ConfigurationError, match="make the folder first"):
+    with pytest.raises(ConfigurationError, match=r"the folder of the output doesn.t exist.*mkdir -p"):
         command(str(table), ["source=synchronous"], out=str(tmp_path / "none" / "advice.json"), as_json=False)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["run.csv"]
 

@@ -1,5 +1,6 @@
 """``metronome report``: written whole or not at all, and every mistake is one line."""
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -84,7 +85,7 @@ def refused(argv, capsys):
 def test_another_file_is_never_overwritten(tmp_path, capsys):
     out = tmp_path / "metrics.jsonl"
     out.write_text("precious", encoding="utf-8")
-    assert "isn't a metronome report" in refused(["a", "--out", str(out)], capsys)
+    assert "doesn't hold a metronome report; it stays as it is" in refused(["a", "--out", str(out)], capsys)
     assert out.read_text(encoding="utf-8") == "precious"
 
 
@@ -108,7 +109,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(command.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(ConfigurationError, match="No space left on device"):
         command.report(["a"], str(tmp_path / "page.html"))
     assert list(tmp_path.iterdir()) == []

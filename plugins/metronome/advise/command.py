@@ -27,7 +27,7 @@ def advise(run: str, overrides: Sequence[str], *, out: str | None, as_json: bool
     Raises ConfigurationError for records that can't be read or lack what nobody can assume, and, before they are
     read, for an output that has no place or would replace another file than such advice.
     """
-    target = None if out is None else output_place(out, _MARK, "such advice")
+    target = None if out is None else output_place(out, _MARK, "such advice", "advice.json")
     given, rest = split(overrides)
     advice = compute(read_run(run, rest), given)
     shown = json.dumps(plain(advice), indent=2, allow_nan=False)

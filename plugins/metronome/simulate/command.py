@@ -34,7 +34,7 @@ def simulate(cluster: str, overrides: Sequence[str], *, out: str | None, as_json
     output that has no place or would replace another file than such figures.
     """
     loaded = load_cluster(cluster, overrides)
-    target = None if out is None else output_place(out, _MARK, "simulated figures")
+    target = None if out is None else output_place(out, _MARK, "simulated figures", "figures.json")
     outcomes = [simulate_policy(loaded, policy) for policy in loaded.policies]
     result = figures(cluster, loaded, outcomes, best_split(loaded))
     if target is not None:
