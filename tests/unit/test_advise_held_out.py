@@ -6,8 +6,10 @@ Both are runs of the local host on real models with the same prompts and lengths
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from advise_runs import mean_seconds, without_times
@@ -95,3 +97,11 @@ def test_shuffled_arrivals_are_found_out_by_the_calibration(runs):
     right, wrong = calibrate(known, Given()).decode_error, calibrate(dealt, Given()).decode_error
     assert right < 0.1
     assert wrong > 3 * right
+
+
+def test_the_page_of_results_has_the_figures_of_the_live_check():
+    root = Path(__file__).parents[2] / "docs" / "results"
+    page = (root / "README.md").read_text(encoding="utf-8")
+    for one in json.loads((root / "advise.json").read_text(encoding="utf-8"))["pairs"]:
+        gain = f"| {one['predicted']:.3f}x ({one['low']:.3f} to {one['high']:.3f}) | {one['measured']:.3f}x "
+        assert f"{gain}| {100 * one['off']:+.1f} % |" in page
